@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings of what a run writes for people."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from omni_engine.arguments.flag import flag
+
+
+@dataclass(frozen=True)
+class LoggingSettings:
+    """Logging: where a run writes and what it shows."""
+
+    run_name: str = flag("flowgrpo", help="Name of the run: its folder is RUNS_DIR/RUN_NAME.")
+    runs_dir: str = flag("runs", help="Folder that holds the folders of the runs.")
+    log_interval: int = flag(
+        1, unit="iterations", at_least=1, source="Megatron", help="Metrics are written every so many iterations."
+    )
+    tensorboard: bool = flag(True, help="Write TensorBoard event files into the folder of the run.")
+    wandb_project: str | None = flag(
+        None, source="Megatron", help="Weights & Biases project to report to. Not given: nothing is sent."
+    )
+    progress_bar: str = flag(
+        "auto", choices=("auto", "always", "never"), help="Progress bar of an iteration. auto: on a terminal only."
+    )

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Joint attention over the concatenated streams, heads sharded over the tensor-parallel axis."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+
+class QKNorm(torch.nn.Module):
+    """RMS norm of each query and key head with one weight for queries and one for keys.
+
+    The names end in `q_layernorm` and `k_layernorm`: Megatron's `finalize_model_grads` sums their gradients over the
+    tensor-parallel axis by that name, since each rank has seen its own heads only.
+    """
+
+    def __init__(self, head_dim: int, dtype: torch.dtype, device: torch.device, eps: float):
+        super().__init__()
+        self.eps = eps
+        self.q_layernorm = torch.nn.Parameter(torch.empty(head_dim, dtype=dtype, device=device))
+        self.k_layernorm = torch.nn.Parameter(torch.empty(head_dim, dtype=dtype, device=device))
+
+    def forward(self, qk: torch.Tensor) -> torch.Tensor:
+        """qk [S, B, 2, H, D], queries first -> same shape."""
+        weight = torch.stack([self.q_layernorm, self.k_layernorm])[:, None]  # [2, 1, D]
+        return F.rms_norm(qk, qk.shape[-1:], eps=self.eps) * weight
+
+
+def joint_attention(
+    qk: torch.Tensor, value: torch.Tensor, key_mask: torch.Tensor | None
+) -> torch.Tensor:
+    """Bidirectional attention over all joint tokens.
+
+    Args:
+        qk: [S, B, 2, H, D], queries first.
+        value: [S, B, H, D].
+        key_mask: [B, S] bool, False on padding that no token may attend to; None when there is no padding.
+    Returns: [S, B, H * D].
+    """
+    query, key = qk.permute(2, 1, 3, 0, 4)  # each [B, H, S, D]
+    mask = None if key_mask is None else key_mask[:, None, None, :]
+    out = F.scaled_dot_product_attention(query, key, value.permute(1, 2, 0, 3), attn_mask=mask)
+    return out.permute(2, 0, 1, 3).flatten(2)

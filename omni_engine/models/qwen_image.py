@@ -1,0 +1,376 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Qwen-Image: a double-stream MMDiT with one conditioning row, after diffusers' `QwenImageTransformer2DModel`.
+
+Shape legend: B batch, I image tokens, T text tokens, S joint tokens, H hidden, h heads of this rank, D head size,
+C latent channels (packed), E text embedding. Tokens come first inside the network: [S, B, H], as Megatron has it.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.enums import ModelType
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, scatter_to_sequence_parallel_region
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from omni_engine.flow import Schedule, SchedulerConfig, flow_match_schedule, true_cfg
+from omni_engine.models.family import DenoiserInput, LatentShape, register_family
+from omni_engine.models.layers.attention import QKNorm, joint_attention
+from omni_engine.models.layers.embedding import sinusoidal_embedding
+from omni_engine.models.layers.modulation import gated_residual, layer_norm_modulate
+from omni_engine.models.layers.rotary import apply_rotary, qwen_image_frequencies
+from omni_engine.models.mapping import ModelMapping, ParameterMapping, column, replicated, row
+from omni_engine.models.qwen_image_components import QwenImageComponents
+from omni_engine.models.stages import BlockSpec, cut_stages
+from omni_engine.parallel import (
+    ColumnParallelLinear,
+    ModulationLinear,
+    ParallelGroups,
+    ReplicatedLinear,
+    RowParallelLinear,
+    Segment,
+    mark_replicated,
+    pack,
+    unpack,
+)
+from omni_engine.platform import get_platform
+
+EPS = 1e-6
+TIME_CHANNELS = 256
+PATCH = 2
+
+
+@dataclass(frozen=True)
+class QwenImageConfig:
+    """The fields of `transformer/config.json` that shape the network.
+
+    Raises (from_json):
+        ValueError: the folder holds a variant that this family does not implement.
+    """
+
+    in_channels: int
+    out_channels: int
+    num_layers: int
+    attention_head_dim: int
+    num_attention_heads: int
+    joint_attention_dim: int
+    axes_dims_rope: tuple[int, int, int]
+
+    @property
+    def hidden_size(self) -> int:
+        return self.attention_head_dim * self.num_attention_heads
+
+    @staticmethod
+    def from_json(path: Path) -> QwenImageConfig:
+        raw: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        for option in ("guidance_embeds", "zero_cond_t", "use_additional_t_cond", "use_layer3d_rope"):
+            if raw.get(option):
+                raise ValueError(f"{path}: '{option}' is set; this Qwen-Image variant is not supported yet")
+        if raw.get("patch_size", PATCH) != PATCH:
+            raise ValueError(f"{path}: patch_size {raw['patch_size']} is not supported, only {PATCH}")
+        config = QwenImageConfig(
+            in_channels=raw["in_channels"],
+            out_channels=raw["out_channels"] or raw["in_channels"],
+            num_layers=raw["num_layers"],
+            attention_head_dim=raw["attention_head_dim"],
+            num_attention_heads=raw["num_attention_heads"],
+            joint_attention_dim=raw["joint_attention_dim"],
+            axes_dims_rope=tuple(raw["axes_dims_rope"]),
+        )
+        if sum(config.axes_dims_rope) != config.attention_head_dim:
+            raise ValueError(
+                f"{path}: axes_dims_rope {config.axes_dims_rope} must sum to attention_head_dim "
+                f"{config.attention_head_dim}"
+            )
+        return config
+
+
+class QwenImageStream(torch.nn.Module):
+    """The weights of one stream (image or text) in one block."""
+
+    def __init__(self, config: QwenImageConfig, megatron: TransformerConfig):
+        super().__init__()
+        hidden = config.hidden_size
+        self.head_dim = config.attention_head_dim
+        self.modulation = ModulationLinear(hidden, 6 * hidden, megatron)
+        self.qkv = ColumnParallelLinear(hidden, 3 * hidden, megatron)
+        self.qk_norm = QKNorm(self.head_dim, megatron.params_dtype, get_platform().device(), EPS)
+        self.out = RowParallelLinear(hidden, hidden, megatron)
+        self.mlp_in = ColumnParallelLinear(hidden, 4 * hidden, megatron)
+        self.mlp_out = RowParallelLinear(4 * hidden, hidden, megatron)
+
+    def queries_keys_values(self, x: torch.Tensor, modulation: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Normed queries and keys [S, B, 2, h, D] and values [S, B, h, D] of this stream's tokens [S, B, H]."""
+        qkv = self.qkv(layer_norm_modulate(x, modulation[0], modulation[1], EPS))
+        qkv = qkv.unflatten(-1, (3, -1, self.head_dim))
+        return self.qk_norm(qkv[:, :, :2]), qkv[:, :, 2]
+
+    def finish(self, x: torch.Tensor, attended: torch.Tensor, modulation: list[torch.Tensor]) -> torch.Tensor:
+        """Output projection and MLP, each gated onto the residual stream."""
+        _, _, gate_attention, shift, scale, gate_mlp = modulation
+        x = gated_residual(x, gate_attention, self.out(attended))
+        inner = F.gelu(self.mlp_in(layer_norm_modulate(x, shift, scale, EPS)), approximate="tanh")
+        return gated_residual(x, gate_mlp, self.mlp_out(inner))
+
+
+class QwenImageBlock(torch.nn.Module):
+    """Two streams, one joint attention."""
+
+    def __init__(self, config: QwenImageConfig, megatron: TransformerConfig, is_last: bool):
+        super().__init__()
+        self.image = QwenImageStream(config, megatron)
+        self.text = QwenImageStream(config, megatron)
+        self.is_last = is_last
+
+    def forward(
+        self,
+        image: torch.Tensor,
+        text: torch.Tensor,
+        rows: torch.Tensor,
+        frequencies: torch.Tensor,
+        key_mask: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """One block.
+
+        Args:
+            image, text: residual streams [I, B, H] and [T, B, H] (divided over tp under sequence parallel).
+            rows: activated conditioning rows [R, B, H].
+            frequencies: [T + I, D/2] complex64, text first.
+            key_mask: [B, T + I] bool or None.
+        """
+        image_modulation = list(self.image.modulation(rows).chunk(6, dim=-1))
+        text_modulation = list(self.text.modulation(rows).chunk(6, dim=-1))
+        image_qk, image_value = self.image.queries_keys_values(image, image_modulation)
+        text_qk, text_value = self.text.queries_keys_values(text, text_modulation)
+        qk = apply_rotary(torch.cat([text_qk, image_qk]), frequencies)
+        attended = joint_attention(qk, torch.cat([text_value, image_value]), key_mask)
+        text_attended, image_attended = attended.split([text_qk.shape[0], image_qk.shape[0]])
+        image = self.image.finish(image, image_attended, image_modulation)
+        # Nothing reads the text stream after the last block, so its output is not computed there.
+        if not self.is_last:
+            text = self.text.finish(text, text_attended, text_modulation)
+        return image, text
+
+
+class QwenImageStage(MegatronModule):
+    """One pipeline stage: its blocks, the embeddings on the first stage and the head on the last."""
+
+    def __init__(
+        self,
+        config: QwenImageConfig,
+        megatron: TransformerConfig,
+        blocks: range,
+        is_first: bool,
+        is_last: bool,
+        recompute: bool,
+    ):
+        super().__init__(config=megatron)
+        self.model = config
+        self.pre_process, self.post_process, self.recompute = is_first, is_last, recompute
+        # What Megatron's schedules ask every model for.
+        self.model_type = ModelType.encoder_or_decoder
+        self.share_embeddings_and_output_weights = False
+        self.vp_stage = None
+        self.input_tensor: torch.Tensor | None = None
+        hidden = config.hidden_size
+        if is_first:
+            self.image_in = ReplicatedLinear(config.in_channels, hidden, megatron, on_tokens=True)
+            self.text_in = ReplicatedLinear(config.joint_attention_dim, hidden, megatron, on_tokens=True)
+            self.text_norm = torch.nn.Parameter(
+                torch.empty(config.joint_attention_dim, dtype=megatron.params_dtype, device=get_platform().device())
+            )
+            mark_replicated(self.text_norm, megatron, on_tokens=True)
+            self.time_in = ReplicatedLinear(TIME_CHANNELS, hidden, megatron, on_tokens=False)
+            self.time_out = ReplicatedLinear(hidden, hidden, megatron, on_tokens=False)
+        self.blocks = torch.nn.ModuleDict(
+            {str(index): QwenImageBlock(config, megatron, index == config.num_layers - 1) for index in blocks}
+        )
+        if is_last:
+            self.head_modulation = ModulationLinear(hidden, 2 * hidden, megatron)
+            self.head = ReplicatedLinear(hidden, PATCH * PATCH * config.out_channels, megatron, on_tokens=True)
+
+    def set_input_tensor(self, input_tensor: torch.Tensor | list[torch.Tensor]) -> None:
+        """Megatron hands over what the previous stage sent."""
+        self.input_tensor = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
+
+    def segments(self, inputs: DenoiserInput) -> list[Segment]:
+        """Layout of the tensor between stages, on this rank."""
+        share = self._token_share
+        return [
+            Segment("image", inputs.latents["image"].shape[1] // share),
+            Segment("text", self._padded_text(inputs) // share),
+            Segment("rows", 1),
+        ]
+
+    def forward(self, inputs: DenoiserInput) -> torch.Tensor:
+        """Velocity [B, I, C] float32 on the last stage, else the packed tensor [S, B, H] for the next one."""
+        parts = self._embed(inputs) if self.pre_process else self._received(inputs)
+        image, text, rows = parts["image"], parts["text"], parts["rows"]
+        activated = F.silu(rows)
+        frequencies = qwen_image_frequencies(
+            inputs.grid, self._padded_text(inputs), self.model.axes_dims_rope, image.device
+        )
+        key_mask = self._key_mask(inputs, image.device)
+        for block in self.blocks.values():
+            if self.recompute and torch.is_grad_enabled():
+                image, text = torch.utils.checkpoint.checkpoint(
+                    block, image, text, activated, frequencies, key_mask, use_reentrant=False, preserve_rng_state=False
+                )
+            else:
+                image, text = block(image, text, activated, frequencies, key_mask)
+        if not self.post_process:
+            return pack({"image": image, "text": text, "rows": rows}, self.segments(inputs))
+        scale, shift = self.head_modulation(activated).chunk(2, dim=-1)
+        velocity = self.head(layer_norm_modulate(image, shift, scale, EPS))
+        if self.config.sequence_parallel:
+            velocity = gather_from_sequence_parallel_region(velocity, tensor_parallel_output_grad=False)
+        return velocity.transpose(0, 1).float()
+
+    @property
+    def _token_share(self) -> int:
+        return self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
+
+    def _padded_text(self, inputs: DenoiserInput) -> int:
+        """Text tokens, rounded up so that they divide over the tensor-parallel axis."""
+        share = self._token_share
+        return -(-inputs.text.embeddings.shape[1] // share) * share
+
+    def _embed(self, inputs: DenoiserInput) -> dict[str, torch.Tensor]:
+        dtype = self.config.params_dtype
+        image = inputs.latents["image"].to(dtype).transpose(0, 1)
+        text = inputs.text.embeddings.to(dtype).transpose(0, 1)
+        text = F.pad(text, (0, 0, 0, 0, 0, self._padded_text(inputs) - text.shape[0]))
+        if self.config.sequence_parallel:
+            image, text = (scatter_to_sequence_parallel_region(x.contiguous()) for x in (image, text))
+        time = sinusoidal_embedding(inputs.time, TIME_CHANNELS).to(dtype)
+        text = F.rms_norm(text, text.shape[-1:], self.text_norm, EPS)
+        return {
+            "image": self.image_in(image),
+            "text": self.text_in(text),
+            "rows": self.time_out(F.silu(self.time_in(time)))[None],
+        }
+
+    def _received(self, inputs: DenoiserInput) -> dict[str, torch.Tensor]:
+        if self.input_tensor is None:
+            raise RuntimeError("a later pipeline stage ran before it received the previous stage's tensor")
+        return unpack(self.input_tensor, self.segments(inputs))
+
+    def _key_mask(self, inputs: DenoiserInput, device: torch.device) -> torch.Tensor | None:
+        """[B, T + I], False on text padding; None when no sample has any."""
+        tokens, lengths = self._padded_text(inputs), inputs.text.lengths
+        if all(length == tokens for length in lengths):
+            return None
+        valid = torch.arange(tokens, device=device) < torch.tensor(lengths, device=device)[:, None]
+        return F.pad(valid, (0, inputs.latents["image"].shape[1]), value=True)
+
+
+def _stream_mapping(stream: str, modulation: str, attention: tuple[str, ...], out: str, mlp: str) -> list[ParameterMapping]:
+    ours, theirs = f"blocks.{{}}.{stream}", "transformer_blocks.{}"
+    q_norm, k_norm = {"image": ("norm_q", "norm_k"), "text": ("norm_added_q", "norm_added_k")}[stream]
+    return [
+        *column(f"{ours}.modulation", f"{theirs}.{modulation}.1"),
+        *column(f"{ours}.qkv", *(f"{theirs}.attn.{name}" for name in attention)),
+        ParameterMapping(f"{ours}.qk_norm.q_layernorm", (f"{theirs}.attn.{q_norm}.weight",), None),
+        ParameterMapping(f"{ours}.qk_norm.k_layernorm", (f"{theirs}.attn.{k_norm}.weight",), None),
+        *row(f"{ours}.out", f"{theirs}.attn.{out}"),
+        *column(f"{ours}.mlp_in", f"{theirs}.{mlp}.net.0.proj"),
+        *row(f"{ours}.mlp_out", f"{theirs}.{mlp}.net.2"),
+    ]
+
+
+MAPPING = [
+    *replicated("image_in", "img_in"),
+    *replicated("text_in", "txt_in"),
+    ParameterMapping("text_norm", ("txt_norm.weight",), None),
+    *replicated("time_in", "time_text_embed.timestep_embedder.linear_1"),
+    *replicated("time_out", "time_text_embed.timestep_embedder.linear_2"),
+    *_stream_mapping("image", "img_mod", ("to_q", "to_k", "to_v"), "to_out.0", "img_mlp"),
+    *_stream_mapping("text", "txt_mod", ("add_q_proj", "add_k_proj", "add_v_proj"), "to_add_out", "txt_mlp"),
+    *column("head_modulation", "norm_out.linear"),
+    *replicated("head", "proj_out"),
+]
+
+
+@register_family("qwen_image")
+class QwenImage:
+    """The family, bound to a `QwenImagePipeline` folder."""
+
+    name = "qwen_image"
+    modality = "image"
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.config = QwenImageConfig.from_json(folder / "transformer" / "config.json")
+        self.scheduler = SchedulerConfig.from_json(folder / "scheduler" / "scheduler_config.json")
+        vae = json.loads((folder / "vae" / "config.json").read_text(encoding="utf-8"))
+        self.pixels_per_patch = PATCH * 2 ** len(vae["temperal_downsample"])
+        self.mapping = ModelMapping(MAPPING, self.config.num_layers)
+
+    def latent_shape(self, height: int, width: int) -> LatentShape:
+        """Packed latent of a picture of height x width pixels.
+
+        Raises:
+            ValueError: a side is not a multiple of the pixels of a patch.
+        """
+        if height % self.pixels_per_patch or width % self.pixels_per_patch:
+            raise ValueError(f"{height}x{width} pixels: both sides must be multiples of {self.pixels_per_patch}")
+        grid = (1, height // self.pixels_per_patch, width // self.pixels_per_patch)
+        return LatentShape(grid[1] * grid[2], self.config.in_channels, grid)
+
+    def schedule(self, num_inference_steps: int, height: int, width: int) -> Schedule:
+        """The sigma table that `QwenImagePipeline` would use."""
+        return flow_match_schedule(self.scheduler, num_inference_steps, self.latent_shape(height, width).tokens)
+
+    def model_time(self, schedule: Schedule) -> torch.Tensor:
+        """timesteps / 1000 in float32, rounded as the pipeline rounds it."""
+        return schedule.timesteps / 1000
+
+    def block_specs(self, image_tokens: int, text_tokens: int) -> list[BlockSpec]:
+        """The double-stream blocks. A stream's linears hold 18 H^2 weights, of which the 6 H^2 of the modulation work
+        on one row; attention costs 2 S^2 H multiply-adds."""
+        hidden, joint = self.config.hidden_size, image_tokens + text_tokens
+        spec = BlockSpec(
+            kind="double_stream",
+            parameters=2 * (18 * hidden * hidden + 17 * hidden + 2 * self.config.attention_head_dim),
+            multiply_adds=12 * hidden * hidden * (joint + 1) + 2 * joint * joint * hidden,
+        )
+        return [spec] * self.config.num_layers
+
+    def transformer_config(self, groups: ParallelGroups, sequence_parallel: bool, bf16: bool) -> TransformerConfig:
+        """Megatron's view of the model. Shapes are fixed within one pass, so stages need not exchange them."""
+        dtype = torch.bfloat16 if bf16 else torch.float32
+        return TransformerConfig(
+            num_layers=self.config.num_layers,
+            hidden_size=self.config.hidden_size,
+            num_attention_heads=self.config.num_attention_heads,
+            tensor_model_parallel_size=groups.tp_size,
+            pipeline_model_parallel_size=groups.pp_size,
+            sequence_parallel=sequence_parallel,
+            params_dtype=dtype,
+            pipeline_dtype=dtype,
+            bf16=bf16,
+            qk_layernorm=True,
+            perform_initialization=False,
+            gradient_accumulation_fusion=False,
+            deallocate_pipeline_outputs=True,
+        )
+
+    def build_stage(self, config: TransformerConfig, groups: ParallelGroups, recompute: bool) -> QwenImageStage:
+        """This rank's stage, weights uninitialised."""
+        costs = [spec.multiply_adds for spec in self.block_specs(1, 1)]
+        blocks = cut_stages(costs, groups.pp_size)[groups.pp_rank]
+        return QwenImageStage(self.config, config, blocks, groups.is_first_stage, groups.is_last_stage, recompute)
+
+    def combine_guidance(self, conditional: torch.Tensor, unconditional: torch.Tensor, scale: float) -> torch.Tensor:
+        """True CFG with the norm rescaled to the conditional branch's."""
+        return true_cfg(conditional, unconditional, scale)
+
+    def load_components(self, max_text_tokens: int) -> QwenImageComponents:
+        """Prompt encoder and autoencoder of the folder."""
+        return QwenImageComponents(self.folder, max_text_tokens)
