@@ -11,7 +11,7 @@ from setuptools import find_packages, setup
 ROOT = Path(__file__).resolve().parent
 VERSION = re.search(r'^__version__ = "(.+)"$', (ROOT / "omni_engine" / "__init__.py").read_text("utf-8"), re.MULTILINE)
 if VERSION is None:
-    raise RuntimeError("omni_engine/__init__.py: no line __version__ = \"...\"; setup.py takes the version from it")
+    raise RuntimeError('omni_engine/__init__.py: no line __version__ = "..."; setup.py takes the version from it')
 README = ROOT / "README.md"
 
 setup(
@@ -47,7 +47,15 @@ setup(
         ],
         "plot": ["matplotlib>=3.8"],
         "wandb": ["wandb>=0.17"],
-        "dev": ["pytest>=8", "pytest-timeout>=2.3", "ruff>=0.9", "mypy>=1.13", "types-PyYAML", "types-psutil", "types-tqdm"],
+        "dev": [
+            "pytest>=8",
+            "pytest-timeout>=2.3",
+            "ruff>=0.9",
+            "mypy>=1.13",
+            "types-PyYAML",
+            "types-psutil",
+            "types-tqdm",
+        ],
     },
     classifiers=[
         "Programming Language :: Python :: 3",

@@ -9,7 +9,7 @@ import traceback
 import warnings
 from collections.abc import Sequence
 
-from omni_engine.arguments import Settings, SettingsError, parse_settings
+from omni_engine.arguments import Settings, SettingsError, load_settings
 from omni_engine.platform import PlatformError, get_platform, select_platform
 
 EXIT_SETTINGS, EXIT_FAILED = 2, 1
@@ -19,7 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the whole job in this process. Returns the exit status."""
     rank = int(os.environ.get("RANK", "0"))
     try:
-        settings = parse_settings(argv)
+        settings = load_settings(argv)
         select_platform(settings.parallel.platform)
     except (SettingsError, PlatformError) as error:
         if rank == 0:

@@ -33,7 +33,7 @@ done
 
 # Imports MODULES with interpreter $1; prints those that fail, with the reason, and fails then.
 check_imports() {
-    "$1" - "${MODULES[@]}" <<'PYTHON'
+    "$1" -W ignore - "${MODULES[@]}" <<'PYTHON'
 import importlib
 import sys
 
@@ -78,6 +78,22 @@ Install them there, for example: $OMNI_PYTHON -m pip install -r requirements/$KI
     exit 0
 fi
 
+# Of what is installed (the files given), by which interpreter and where: a .venv copied elsewhere does not work.
+fingerprint() {
+    { cat "$@" "$ROOT/requirements/base.txt" "$ROOT/setup.py" && "$VENV/bin/python" -VV && echo "$ROOT"; } |
+        sha256sum | cut -d ' ' -f 1
+}
+is_complete() {
+    [[ -x "$VENV/bin/python" && -f "$STAMP" && "$(< "$STAMP")" == "$(fingerprint "$REQUIREMENTS")" ]] || return 1
+    [[ $WITH_DEV == 0 ]] ||
+        [[ -f "$DEV_STAMP" && "$(< "$DEV_STAMP")" == "$(fingerprint "$REQUIREMENTS" "$ROOT/requirements/dev.txt")" ]]
+}
+
+if is_complete; then
+    say ".venv is up to date"
+    exit 0
+fi
+
 # The interpreter that .venv is made with: python3, or the newest one beside it when python3 is too old.
 PYTHON=""
 for candidate in python3 python3.13 python3.12 python3.11 python3.10; do
@@ -91,22 +107,6 @@ done
 Install a newer Python, or name one with OMNI_PYTHON=/path/to/python."
 "$PYTHON" -c 'import venv, ensurepip' 2> /dev/null || fail "$PYTHON has no module venv or ensurepip.
 Install it (Debian and Ubuntu: apt-get install python3-venv), or name an interpreter with OMNI_PYTHON=/path/to/python."
-
-fingerprint() { # of the files given, the interpreter and the place: a .venv that was copied elsewhere does not work
-    { cat "$@" "$ROOT/setup.py"; "$PYTHON" -VV; echo "$ROOT"; } | sha256sum | cut -d ' ' -f 1
-}
-WANTED="$(fingerprint "$REQUIREMENTS" "$ROOT/requirements/base.txt")"
-WANTED_DEV="$(fingerprint "$REQUIREMENTS" "$ROOT/requirements/base.txt" "$ROOT/requirements/dev.txt")"
-is_complete() {
-    [[ -f "$STAMP" && "$(< "$STAMP")" == "$WANTED" ]] || return 1
-    [[ $WITH_DEV == 0 || (-f "$DEV_STAMP" && "$(< "$DEV_STAMP")" == "$WANTED_DEV") ]] || return 1
-    "$VENV/bin/python" -c '' 2> /dev/null
-}
-
-if is_complete; then
-    say ".venv is up to date"
-    exit 0
-fi
 
 # Two set-ups at once would spoil each other's .venv: the second waits here and then finds the work done.
 if command -v flock > /dev/null; then
@@ -127,7 +127,7 @@ touch "$INSTALLING"
 rm -f "$STAMP" "$DEV_STAMP"
 
 install() { "$VENV/bin/python" -m pip install --disable-pip-version-check -qq "$@"; }
-say "installing requirements/$KIND.txt into .venv with $("$PYTHON" --version) (some minutes the first time)"
+say "installing requirements/$KIND.txt into .venv with $("$VENV/bin/python" --version) (some minutes the first time)"
 PACKAGES=(-r "$REQUIREMENTS")
 if [[ $WITH_DEV == 1 ]]; then PACKAGES+=(-r "$ROOT/requirements/dev.txt"); fi
 install "${PACKAGES[@]}"
@@ -136,7 +136,7 @@ missing="$(check_imports "$VENV/bin/python")" || fail "these packages are instal
 $missing
 Delete .venv and run scripts/setup.sh again; should that not help, see the messages above."
 
-echo "$WANTED" > "$STAMP"
-if [[ $WITH_DEV == 1 ]]; then echo "$WANTED_DEV" > "$DEV_STAMP"; fi
+fingerprint "$REQUIREMENTS" > "$STAMP"
+if [[ $WITH_DEV == 1 ]]; then fingerprint "$REQUIREMENTS" "$ROOT/requirements/dev.txt" > "$DEV_STAMP"; fi
 rm -f "$INSTALLING"
 say "done. Activate it with: source .venv/bin/activate"

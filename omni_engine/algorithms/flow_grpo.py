@@ -96,13 +96,14 @@ class FlowGRPO(Algorithm):
 
 
 def _refuse_not_finite(stats: DecisionStats, ratio: Tensor, kl: Tensor, advantages: Tensor) -> None:
+    ratio, kl = ratio.detach(), kl.detach()
     faulty = ~(torch.isfinite(ratio) & torch.isfinite(kl) & torch.isfinite(advantages))
     if not faulty.any():
         return
     position = int(faulty.nonzero()[0])
     sample = f" (sample {int(stats.sample_ids[position])})" if stats.sample_ids is not None else ""
     raise ValueError(
-        f"decision {position}{sample} is not finite: ratio exp({float(stats.log_prob[position])} - "
+        f"decision {position}{sample} is not finite: ratio exp({float(stats.log_prob.detach()[position])} - "
         f"{float(stats.old_log_prob[position])}) = {float(ratio[position])}, KL {float(kl[position])}, advantage "
         f"{float(advantages[position])}; {int(faulty.sum())} such decisions in this micro-batch: rollout and trainer "
         "disagree, or the weights diverged"

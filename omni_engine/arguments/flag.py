@@ -134,8 +134,6 @@ class Flag:
             if isinstance(raw, str):
                 return raw
             raise ValueError(f"needs text, but YAML reads {raw!r} here as {type(raw).__name__}: put it in quotes")
-        if isinstance(raw, bool):
-            raise ValueError(f"needs a number, not {raw!r}")
         # YAML 1.1 reads 1e-4 (no dot) as text, so numbers go through the same text form as on a command line.
         try:
             number = self.kind(str(raw).strip())

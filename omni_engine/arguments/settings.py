@@ -59,7 +59,10 @@ class Settings:
         lines = ["------------------------ settings ------------------------"]
         for group, flags in GROUPS.items():
             lines.append(f"{group}:")
-            lines += [f"  {flag.name} {'.' * (36 - len(flag.name))} {getattr(getattr(self, group), flag.name)}" for flag in flags]
+            lines += [
+                f"  {flag.name} {'.' * (36 - len(flag.name))} {getattr(getattr(self, group), flag.name)}"
+                for flag in flags
+            ]
         return "\n".join([*lines, "-" * len(lines[0])])
 
     @classmethod

@@ -87,9 +87,7 @@ def step_coefficients(
     return StepCoefficients(a, b, s, w, c, b * b / (2.0 * kl_std * kl_std))
 
 
-def coefficient_table(
-    schedule: Schedule, sde_type: str, noise_level: float, kl_variance: str = "transition"
-) -> Tensor:
+def coefficient_table(schedule: Schedule, sde_type: str, noise_level: float, kl_variance: str = "transition") -> Tensor:
     """All steps of a schedule as float64 [N, 6] on the host, columns a, b, s, w, c, k. Build it once, then index it."""
     sigmas = schedule.sigmas.double().tolist()
     return torch.tensor(

@@ -97,11 +97,12 @@ def _multiply32(word: Tensor, odd: int) -> tuple[Tensor, Tensor]:
 def _box_muller(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
     """Two independent float32 normals from two words.
 
-    log, sin and cos run in float64 and are rounded to float32: vector and scalar paths of a maths library differ in the
-    last float32 bit, and a value must not depend on where in a batch it sits.
+    log, sqrt, sin and cos run in float64 and are rounded to float32 one by one, which makes each the correctly rounded
+    one: the float32 functions of maths libraries differ in the last bit (torch's sqrt too, which may be MKL's), even
+    with the place in a batch, and a value must depend on neither.
     """
     uniform = (first.float() * 2.0**-32 + 2.0**-33).clamp_(max=0.99999994)  # in (0, 1)
     angle = (second.float() * 2.0**-32) * (2.0 * math.pi)
-    radius = (uniform.double().log_().float() * -2.0).sqrt_()
+    radius = (uniform.double().log_().float() * -2.0).double().sqrt_().float()
     angle = angle.double()
     return radius * angle.cos().float(), radius * angle.sin_().float()

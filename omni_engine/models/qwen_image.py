@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from omni_engine.flow import Schedule, SchedulerConfig, flow_match_schedule, true_cfg
 from omni_engine.models.family import DenoiserInput, LatentShape, register_family
-from omni_engine.models.layers.attention import QKNorm, joint_attention
+from omni_engine.models.layers.attention import QKNorm, joint_attention, normalize_heads
 from omni_engine.models.layers.embedding import sinusoidal_embedding
 from omni_engine.models.layers.modulation import gated_residual, layer_norm_modulate
 from omni_engine.models.layers.rotary import apply_rotary, qwen_image_frequencies
@@ -100,16 +100,15 @@ class QwenImageStream(torch.nn.Module):
         self.head_dim = config.attention_head_dim
         self.modulation = ModulationLinear(hidden, 6 * hidden, megatron)
         self.qkv = ColumnParallelLinear(hidden, 3 * hidden, megatron)
-        self.qk_norm = QKNorm(self.head_dim, megatron.params_dtype, get_platform().device(), EPS)
+        self.qk_norm = QKNorm(self.head_dim, megatron.params_dtype, get_platform().device())
         self.out = RowParallelLinear(hidden, hidden, megatron)
         self.mlp_in = ColumnParallelLinear(hidden, 4 * hidden, megatron)
         self.mlp_out = RowParallelLinear(4 * hidden, hidden, megatron)
 
-    def queries_keys_values(self, x: torch.Tensor, modulation: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Normed queries and keys [S, B, 2, h, D] and values [S, B, h, D] of this stream's tokens [S, B, H]."""
+    def project(self, x: torch.Tensor, modulation: list[torch.Tensor]) -> torch.Tensor:
+        """Queries, keys and values [S, B, 3, h, D] of this stream's tokens [S, B, H]."""
         qkv = self.qkv(layer_norm_modulate(x, modulation[0], modulation[1], EPS))
-        qkv = qkv.unflatten(-1, (3, -1, self.head_dim))
-        return self.qk_norm(qkv[:, :, :2]), qkv[:, :, 2]
+        return qkv.unflatten(-1, (3, -1, self.head_dim))
 
     def finish(self, x: torch.Tensor, attended: torch.Tensor, modulation: list[torch.Tensor]) -> torch.Tensor:
         """Output projection and MLP, each gated onto the residual stream."""
@@ -146,11 +145,15 @@ class QwenImageBlock(torch.nn.Module):
         """
         image_modulation = list(self.image.modulation(rows).chunk(6, dim=-1))
         text_modulation = list(self.text.modulation(rows).chunk(6, dim=-1))
-        image_qk, image_value = self.image.queries_keys_values(image, image_modulation)
-        text_qk, text_value = self.text.queries_keys_values(text, text_modulation)
-        qk = apply_rotary(torch.cat([text_qk, image_qk]), frequencies)
-        attended = joint_attention(qk, torch.cat([text_value, image_value]), key_mask)
-        text_attended, image_attended = attended.split([text_qk.shape[0], image_qk.shape[0]])
+        image_qkv = self.image.project(image, image_modulation)
+        text_qkv = self.text.project(text, text_modulation)
+        lengths = [text_qkv.shape[0], image_qkv.shape[0]]
+        # Joined before the norm: what the backward pass keeps is then one tensor, of which values are a view.
+        qkv = torch.cat([text_qkv, image_qkv])
+        weight = torch.cat([self.text.qk_norm.rows(lengths[0]), self.image.qk_norm.rows(lengths[1])])
+        qk = apply_rotary(normalize_heads(qkv[:, :, :2], weight, EPS), frequencies)
+        attended = joint_attention(qk, qkv[:, :, 2], key_mask)
+        text_attended, image_attended = attended.split(lengths)
         image = self.image.finish(image, image_attended, image_modulation)
         # Nothing reads the text stream after the last block, so its output is not computed there.
         if not self.is_last:

@@ -15,7 +15,7 @@ import contextlib
 import functools
 import time
 from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -80,11 +80,10 @@ class Event:
         return (end._seconds - self._seconds) * 1e3
 
 
-class DeviceApi(ModuleType):
+class DeviceApi:
     """`torch.cuda` for the CPU. A name it does not answer is the real one, which raises when it is used."""
 
     def __init__(self) -> None:
-        super().__init__("torch.cuda")
         self.Stream = Stream
         self.Event = Event
         self._stream = Stream()
@@ -195,14 +194,17 @@ class Device(metaclass=_DeviceMeta):
     """`torch.device` for Megatron: a type, for annotations and isinstance, whose instances are real torch devices."""
 
 
-class TorchView(ModuleType):
-    """`torch` for Megatron. Reads through to torch at each access, so that it never shows a stale name."""
+class TorchView:
+    """`torch` for Megatron. Reads through to torch at each access, so that it never shows a stale name.
+
+    Not a module: where a name is missing, a module takes three times as long to turn to `__getattr__`.
+    """
 
     device = Device
 
     def __init__(self, host_generator: bool = True) -> None:
         """`host_generator=False` shows a host generator that never changes: see `megatron_on_cpu`."""
-        super().__init__("torch")
+        self.__name__ = "torch"
         self.cuda = DeviceApi()
         for name in _FACTORIES:
             setattr(self, name, _on_cpu(getattr(torch, name)))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Spreads pictures over worker processes, survives their faults, and brings the scorers' values together.
 
-A picture's way: `submit` cuts the batch into tasks of `BATCH` pictures a scorer; a thread a worker takes the next task,
+A picture's way: `submit` cuts the batch into tasks of some pictures for one scorer; a thread a worker takes the next task,
 waits for the answer, and writes it into the handle. What failed goes back to the queue, `reward_retries` times: one
 picture at a time where the scorer raised or died, so that one bad picture does not take its neighbours along, and all
 together where it was too slow.
@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -24,19 +24,13 @@ from .base import Failure, Reward, RewardError, Score
 from .process import WorkerLost, WorkerProcess
 from .worker import Message
 
-BATCH = 16
-"""Pictures a task: enough to fill a recogniser's batch, few enough to keep several workers busy."""
+if TYPE_CHECKING:
+    from omni_engine.arguments import RewardSettings
 
-
-class PoolSettings(Protocol):
-    """The part of `RewardSettings` that the pool reads."""
-
-    @property
-    def reward_workers(self) -> int: ...
-    @property
-    def reward_timeout(self) -> float: ...
-    @property
-    def reward_retries(self) -> int: ...
+TASK_PICTURES = 16
+"""At most, in one task: enough to fill a recogniser's batch, few enough to keep several workers busy."""
+TASK_PIXELS = 2**20
+"""At most, in one task of several pictures: four of 512 x 512 take a text detector two seconds on one core."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +109,7 @@ class RewardPool:
         self,
         names: Sequence[str],
         weights: Sequence[float],
-        settings: PoolSettings,
+        settings: RewardSettings,
         *,
         watchers: Sequence[str] = (),
         picture_size: tuple[int, int] = (64, 64),
@@ -124,9 +118,10 @@ class RewardPool:
 
         Returns when every worker has loaded every scorer and tried it on a blank picture of `picture_size` (H, W), so
         give the size of the run: a missing package or model file is told here.
-        Raises ValueError for settings that make no sense, RewardError, with the remedy, for a scorer that fails.
+        Raises RewardError, with the remedy, for a scorer that does not work.
         """
-        _check_settings(names, weights, settings, watchers)
+        if not names or len(names) != len(weights):
+            raise ValueError(f"a reward pool needs scorers and a weight for each: {list(names)}, {list(weights)}")
         self._weights = [float(weight) for weight in weights]
         self._timeout, self._retries = settings.reward_timeout, settings.reward_retries
         self._queue: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
@@ -166,8 +161,10 @@ class RewardPool:
             if self._closed is not None:
                 raise RewardError(self._closed)
             self._pending = {other for other in self._pending if not other.done()} | {handle}
-        for start in range(0, len(images), BATCH):
-            members = list(range(start, min(start + BATCH, len(images))))
+        height, width = images.shape[1:3]
+        size = max(1, min(TASK_PICTURES, TASK_PIXELS // max(1, height * width)))
+        for start in range(0, len(images), size):
+            members = list(range(start, min(start + size, len(images))))
             for scorer in range(len(asked)):
                 self._queue.put(_Task(handle, scorer, members))
         return handle
@@ -264,26 +261,3 @@ class RewardPool:
     def _count(self, key: str, amount: int) -> None:
         with self._lock:
             self._counters[key] += amount
-
-
-def _check_settings(
-    names: Sequence[str], weights: Sequence[float], settings: PoolSettings, watchers: Sequence[str]
-) -> None:
-    faults = []
-    if not names:
-        faults.append("no reward is given: name at least one with --reward")
-    if len(names) != len(weights):
-        faults.append(f"{len(names)} rewards but {len(weights)} weights: give --reward-weights one number a reward")
-    if not all(map(math.isfinite, weights)) or not any(weights):
-        faults.append(f"--reward-weights {list(weights)} must be finite, and one of them not 0")
-    both = [*names, *watchers]
-    if repeated := sorted({name for name in both if both.count(name) > 1}):
-        faults.append(f"{', '.join(repeated)} is named more than once in --reward and --eval-reward: name it once")
-    if settings.reward_workers < 1:
-        faults.append(f"--reward-workers {settings.reward_workers} must be at least 1")
-    if not settings.reward_timeout > 0:
-        faults.append(f"--reward-timeout {settings.reward_timeout} must be above 0 seconds")
-    if settings.reward_retries < 0:
-        faults.append(f"--reward-retries {settings.reward_retries} must not be negative")
-    if faults:
-        raise ValueError("\n".join(faults))

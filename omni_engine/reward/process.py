@@ -77,6 +77,7 @@ class WorkerProcess:
             send(self._connection, message, pixels)
             if not self._connection.poll(timeout):
                 self.kill()
+                self._process.wait()
                 raise WorkerLost(f"no answer within {timeout:g} s", timed_out=True)
             return receive(self._connection)[0]
         except (EOFError, OSError) as error:

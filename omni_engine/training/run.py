@@ -102,7 +102,11 @@ class Run:
             places.append((target, "the trained pipeline; DiffusionPipeline.from_pretrained loads it"))
         layout = {"tp": self.groups.tp_size, "pp": self.groups.pp_size, "dp": self.groups.dp_size}
         summary = summarize(
-            self.logger.history, layout=layout, seed=self.seed, images_per_iteration=self.rollout.samples_per_step
+            self.logger.history,
+            layout=layout,
+            seed=self.seed,
+            images_per_iteration=self.rollout.samples_per_step,
+            times_after=self.timers.collect(),
         )
         self.logger.finish(summary, places)
 

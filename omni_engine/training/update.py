@@ -271,10 +271,10 @@ class _UpdateStep:
         """Stop before the weights move if the numbers cannot be right; all ranks stop together."""
         limit = self.updater.rules.max_log_prob_gap
         gap = max((float(s["max_parity/gap"].max()) for s in statistics), default=0.0)
-        ratio = max((float(s["max/ratio_off_one"]) for s in statistics), default=1.0)
-        disagree, frozen, diverged = any_rank(
+        # A replica whose samples are all masked sees no ratio move, so it takes all of them to tell.
+        disagree, ratio_moved, diverged = any_rank(
             is_first and not gap <= limit,
-            self.moved and ratio == 0.0,
+            any(float(s["max/ratio_off_one"]) > 0.0 for s in statistics),
             not self.updater.optimizer.gradients_are_finite(),
         )
         if disagree:
@@ -282,7 +282,7 @@ class _UpdateStep:
                 f"before the first update the trainer's log-probs differ from the rollout's by up to {gap:.3g} on this "
                 f"rank (limit --max-log-prob-gap {limit:g}): rollout and trainer do not compute the same policy"
             )
-        if frozen:
+        if self.moved and not ratio_moved:
             raise TrainingError(
                 "the weights moved, yet every probability ratio is still exactly 1: the old log-probs follow the policy "
                 "instead of staying those of the rollout"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
 
@@ -94,6 +95,24 @@ def test_moments_are_those_of_a_standard_normal() -> None:
     assert 4.4 < noise.abs().max() < 6.5
     for quantile, share in ((-1.959964, 0.025), (-0.674490, 0.25), (0.0, 0.5), (0.674490, 0.75), (1.959964, 0.975)):
         assert abs(float((noise < quantile).double().mean()) - share) < 5 * 0.5 * standard_error
+
+
+def test_normals_are_box_muller_of_the_words_rounded_at_every_stage() -> None:
+    """numpy as the oracle; an element may differ only where float64 libraries straddle a float32 rounding boundary."""
+    key, blocks = stream_key(3, 1, 2, STEP_NOISE), torch.arange(4096)
+    zero = torch.zeros_like(blocks)
+    words = philox4x32((blocks, zero, zero, zero), (torch.tensor([key % 2**32]), torch.tensor([key >> 32])))
+    expected = np.empty((4096, 4), dtype=np.float32)
+    for column, (first, second) in enumerate((words[:2], words[2:])):
+        uniform = first.numpy().astype(np.float32) * np.float32(2.0**-32) + np.float32(2.0**-33)
+        uniform = np.minimum(uniform, np.float32(0.99999994)).astype(np.float64)
+        angle = second.numpy().astype(np.float32) * np.float32(2.0**-32) * np.float32(2 * np.pi)
+        radius = np.sqrt((np.float32(-2) * np.log(uniform).astype(np.float32)).astype(np.float64)).astype(np.float32)
+        expected[:, 2 * column] = radius * np.cos(angle.astype(np.float64)).astype(np.float32)
+        expected[:, 2 * column + 1] = radius * np.sin(angle.astype(np.float64)).astype(np.float32)
+    noise = philox_normal(3, torch.tensor([1]), 2, STEP_NOISE, 4 * 4096)[0].numpy()
+    assert (noise != expected.ravel()).sum() <= 2
+    np.testing.assert_allclose(noise, expected.ravel(), rtol=1e-6)
 
 
 def test_samples_steps_streams_and_elements_are_uncorrelated() -> None:

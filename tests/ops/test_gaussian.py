@@ -137,10 +137,11 @@ def test_value_and_gradient_equal_the_formula_in_float64(shape: tuple[int, int],
     difference = x_next.double() - (a * x.double() + b * moved.detach().double())
     expected = c.flatten() - w.flatten() * difference.square().mean(dim=(1, 2))
     torch.testing.assert_close(log_prob.detach(), expected, rtol=1e-5, atol=1e-6)
-    gradient = cotangent.view(-1, 1, 1) * 2 * w * b / (shape[0] * shape[1]) * difference
+    factor = cotangent.view(-1, 1, 1) * 2 * w * b / (shape[0] * shape[1])
     assert moved.grad is not None
-    scale = gradient.abs().amax(dim=(1, 2), keepdim=True)
-    assert ((moved.grad - gradient).abs() / scale).max() < 1e-5
+    # The difference of two float32 latents is good to a few roundings of the latents, however small it is itself.
+    rounding = 2**-22 * torch.maximum(x.abs().amax(), x_next.abs().amax())
+    assert (moved.grad / factor - difference).abs().max() < rounding
 
 
 def test_bfloat16_velocity_is_upcast_and_its_gradient_rounded_once() -> None:

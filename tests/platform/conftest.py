@@ -22,7 +22,7 @@ RunPython = Callable[..., "subprocess.CompletedProcess[str]"]
 
 @pytest.fixture
 def run_python(tmp_path: Path) -> RunPython:
-    """`run_python(code, first_on_path=..., OMNI_PLATFORM=...)`: run `code` as a script, on the CPU unless told otherwise."""
+    """`run_python(code, first_on_path=..., OMNI_PLATFORM=...)` runs `code` as a script, by default on the CPU."""
 
     def run(code: str, first_on_path: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
         script = tmp_path / "script.py"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""However megatron.core comes to be imported after omni_engine, the platform has prepared it, once; before, it says so.
+"""However megatron.core comes to be imported, the platform has prepared it, once; if it came first, that is an error.
 
-Does not cover: what a platform prepares. MindSpeed and torch_npu are stand-ins that only record in which order they run.
+Does not cover: what a platform prepares. MindSpeed and torch_npu are stand-ins that record in which order they run.
 """
 
 from __future__ import annotations
@@ -86,7 +86,10 @@ def test_modules_keep_their_own_loader_and_stay_patched_when_reloaded() -> None:
 
 def test_a_spawned_process_is_prepared_too(run_python: RunPython, tmp_path: Path) -> None:
     """Megatron's checkpoint writer starts a process by "spawn", which unpickles what it is given by importing it."""
-    megatron = {"megatron/core/__init__.py": "", "megatron/core/a.py": "import torch\nclass Shard:\n    key = 'weight'\n"}
+    megatron = {
+        "megatron/core/__init__.py": "",
+        "megatron/core/a.py": "import torch\nclass Shard:\n    key = 'weight'\n",
+    }
     result = run_python(
         """
         import multiprocessing

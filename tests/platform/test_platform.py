@@ -37,7 +37,7 @@ def unselected(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_platform_is_selected_once(unselected: None) -> None:
     platform = select_platform("cpu")
     assert get_platform() is platform is select_platform("cpu") is select_platform("auto")
-    with pytest.raises(PlatformError, match="'cuda' was asked for after 'cpu'.*OMNI_PLATFORM=cuda"):
+    with pytest.raises(PlatformError, match=r"'cuda' was asked for after 'cpu'.*OMNI_PLATFORM=cuda"):
         select_platform("cuda")
 
 
@@ -111,7 +111,7 @@ def test_the_host_peak_is_in_bytes_and_follows_an_allocation() -> None:
     before = get_platform().host_peak_bytes()
     size = before  # as much again, so that the peak must move whatever it was
     block = bytearray(size)
-    block[:: 4096] = b"\1" * len(range(0, size, 4096))
+    block[::4096] = b"\1" * len(range(0, size, 4096))
     after = get_platform().host_peak_bytes()
     assert before + size // 2 < after < before + 2 * size
 

@@ -36,7 +36,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="folder of the pipeline")
     parser.add_argument("--prompts", type=Path, default=Path("assets/prompts"), help="folder of the prompt files")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=1, help="the weights depend on it in the last digits")
+    parser.add_argument("--threads", type=int, default=2, help="the weights depend on it in the last digits")
     parser.add_argument("--keep-autoencoder", action="store_true", help="take the autoencoder that is in --out already")
     return parser.parse_args()
 
@@ -144,7 +144,7 @@ def make_base(out: Path, strings: list[str], pictures: np.ndarray, checker: Chec
 
 def measure(out: Path, checker: Checker, renders: np.ndarray) -> dict[str, dict[str, float]]:
     """Rewards of what was saved, on the validation split; fails when the base is too weak or too strong."""
-    pipeline = QwenImagePipeline.from_pretrained(out, torch_dtype=torch.float32)
+    pipeline = QwenImagePipeline.from_pretrained(out)
     rewards = {
         "clean renders": checker.rewards(np.repeat(renders[..., None], 3, axis=-1)),
         "their reconstructions by the autoencoder": checker.rewards(reconstruct(pipeline.vae, renders)),

@@ -28,7 +28,7 @@ class BaseTraining:
     shift: float = 2.0  # of sigma, the same as the scheduler's
     stop_reward: float = 0.34  # training ends at the first evaluation of the averaged weights at or above this
     allowed_reward: tuple[float, float] = (0.30, 0.42)
-    evaluate_every: int = 25  # steps
+    evaluate_every: int = 50  # steps
     max_steps: int = 2000
 
 

@@ -8,27 +8,29 @@ import torch.nn.functional as F
 
 
 class QKNorm(torch.nn.Module):
-    """RMS norm of each query and key head with one weight for queries and one for keys.
+    """Weights of the RMS norm of a stream's query and key heads.
 
     The names end in `q_layernorm` and `k_layernorm`: Megatron's `finalize_model_grads` sums their gradients over the
     tensor-parallel axis by that name, since each rank has seen its own heads only.
     """
 
-    def __init__(self, head_dim: int, dtype: torch.dtype, device: torch.device, eps: float):
+    def __init__(self, head_dim: int, dtype: torch.dtype, device: torch.device):
         super().__init__()
-        self.eps = eps
         self.q_layernorm = torch.nn.Parameter(torch.empty(head_dim, dtype=dtype, device=device))
         self.k_layernorm = torch.nn.Parameter(torch.empty(head_dim, dtype=dtype, device=device))
 
-    def forward(self, qk: torch.Tensor) -> torch.Tensor:
-        """qk [S, B, 2, H, D], queries first -> same shape."""
-        weight = torch.stack([self.q_layernorm, self.k_layernorm])[:, None]  # [2, 1, D]
-        return F.rms_norm(qk, qk.shape[-1:], eps=self.eps) * weight
+    def rows(self, tokens: int) -> torch.Tensor:
+        """The two weights for each token of a stream, [tokens, 1, 2, 1, D]."""
+        weight = torch.stack([self.q_layernorm, self.k_layernorm])[None, None, :, None]
+        return weight.expand(tokens, -1, -1, -1, -1)
 
 
-def joint_attention(
-    qk: torch.Tensor, value: torch.Tensor, key_mask: torch.Tensor | None
-) -> torch.Tensor:
+def normalize_heads(qk: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """RMS norm of every head. qk [S, B, 2, H, D], weight [S, 1, 2, 1, D] -> shape of qk."""
+    return F.rms_norm(qk, qk.shape[-1:], eps=eps) * weight
+
+
+def joint_attention(qk: torch.Tensor, value: torch.Tensor, key_mask: torch.Tensor | None) -> torch.Tensor:
     """Bidirectional attention over all joint tokens.
 
     Args:

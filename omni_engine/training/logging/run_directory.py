@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from omni_engine.training.logging.files import LoggingError, explained, make_folder, write_json
-from omni_engine.training.logging.metrics_file import drop_records_after
 
 
 @dataclass(frozen=True)
@@ -80,7 +79,7 @@ def open_run_directory(path: Path, *, rank: int, resumed_iteration: int | None =
     """The folder of a run, ready to be written to. Only rank 0 touches the disk.
 
     `resumed_iteration`: the iteration of the checkpoint that the run continues from (`--load`), None for a fresh run.
-    A resumed run forgets what its folder says of later iterations: it computes those again.
+    Nothing that lies there is changed: that is for `RunLogger`, made once the checkpoint has proved to fit.
     Raises `LoggingError` if a fresh run would write into the folder of another, or if the disk refuses.
     """
     directory = RunDirectory(Path(path))
@@ -95,8 +94,4 @@ def open_run_directory(path: Path, *, rank: int, resumed_iteration: int | None =
             f"--run-name, {resume}or delete the folder."
         )
     make_folder(directory.path)
-    if resumed_iteration is not None:
-        drop_records_after(directory.metrics, resumed_iteration)
-        with explained("remove the outdated", directory.summary):
-            directory.summary.unlink(missing_ok=True)
     return directory

@@ -12,9 +12,15 @@ import numpy as np
 import numpy.typing as npt
 
 from omni_engine.training.logging.curve import EVALUATION, HELD_OUT, write_curve
-from omni_engine.training.logging.files import make_folder, write_json
+from omni_engine.training.logging.files import explained, make_folder, write_json
 from omni_engine.training.logging.log_line import evaluation_line, iteration_line
-from omni_engine.training.logging.metrics_file import Record, append_record, make_record, read_records
+from omni_engine.training.logging.metrics_file import (
+    Record,
+    append_record,
+    drop_records_after,
+    make_record,
+    read_records,
+)
 from omni_engine.training.logging.pictures import picture_grid, write_png
 from omni_engine.training.logging.progress import Progress
 from omni_engine.training.logging.run_directory import RunDirectory
@@ -29,7 +35,8 @@ class RunLogger:
     """Records a run in its folder. All ranks make one and call it alike; only that of rank 0 does anything.
 
     Make it before the work begins: a missing package or a folder that cannot be written to is an error here.
-    `resumed_iteration`: as given to `open_run_directory`.
+    `resumed_iteration`: as given to `open_run_directory`. A resumed run forgets what its folder says of later
+    iterations, which it computes again, and the summary of its past.
     All methods raise `LoggingError` if the disk refuses, and `ValueError` for arguments that do not fit together.
     """
 
@@ -47,6 +54,10 @@ class RunLogger:
         if not self._active:
             return
         make_folder(run_dir.path)
+        if resumed_iteration is not None:
+            drop_records_after(run_dir.metrics, resumed_iteration)
+            with explained("remove the outdated", run_dir.summary):
+                run_dir.summary.unlink(missing_ok=True)
         self._history = read_records(run_dir.metrics)
         if settings.tensorboard:
             self._trackers.append(TensorBoardTracker(run_dir.tensorboard, resumed_iteration))

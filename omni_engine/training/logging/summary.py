@@ -47,12 +47,19 @@ class RunSummary:
 
 
 def summarize(
-    history: Sequence[Record], *, layout: Mapping[str, int], seed: int, images_per_iteration: int
+    history: Sequence[Record],
+    *,
+    layout: Mapping[str, int],
+    seed: int,
+    images_per_iteration: int,
+    times_after: Mapping[str, float] | None = None,
 ) -> RunSummary:
     """Sum up the lines of metrics.jsonl, those of before a resume included.
 
     `layout`: parallel axis to degree. `images_per_second` counts the time of training iterations, not of evaluations.
+    `times_after`: `PhaseTimers.collect()` at the end, the times that came too late for a line (the last save).
     """
+    timed: list[Mapping[str, float]] = [*history, times_after or {}]
     _, held_out = series(history, HELD_OUT)
     trained = [record for record in history if not any(name.startswith(EVALUATION) for name in record)]
     training_seconds = sum(record.get("time/elapsed", 0.0) for record in trained)
@@ -69,8 +76,8 @@ def summarize(
         first_ratio_max_deviation=_largest(history, FIRST_RATIO),
         iterations=max((int(record[ITERATION]) for record in trained), default=0),
         images=images,
-        seconds_total=sum(record.get("time/elapsed", 0.0) for record in history),
-        seconds_by_phase={name: sum(record.get(f"time/{name}", 0.0) for record in history) for name in PHASES},
+        seconds_total=sum(record.get("time/elapsed", 0.0) for record in timed),
+        seconds_by_phase={name: sum(record.get(f"time/{name}", 0.0) for record in timed) for name in PHASES},
         images_per_second=images / training_seconds if training_seconds > 0 else None,
         layout=dict(layout),
         seed=seed,

@@ -68,8 +68,10 @@ def test_a_resumed_record_equals_the_unbroken_one(tmp_path: Path) -> None:
     _train(RunLogger(unbroken, _settings(), 0), 1, 3)
     broken = open_run_directory(tmp_path / "broken", rank=0)
     _train(RunLogger(broken, _settings(), 0), 1, 2)
+    broken.summary.write_text("{}")
     resumed = open_run_directory(tmp_path / "broken", rank=0, resumed_iteration=1)
     logger = RunLogger(resumed, _settings(), 0, resumed_iteration=1)
+    assert not resumed.summary.exists(), "an unfinished run shows the summary of its past"
     _train(logger, 2, 3)
     assert resumed.metrics.read_bytes() == unbroken.metrics.read_bytes()
     assert list(logger.history) == read_records(unbroken.metrics)

@@ -39,6 +39,12 @@ def test_the_summary_adds_up_the_lines() -> None:
     assert {"python", "torch", "megatron-core"} <= summary.versions.keys()
 
 
+def test_times_that_came_too_late_for_a_line_count() -> None:
+    late = {"time/save": 5.0, "time/elapsed": 6.0}
+    summary = summarize(HISTORY, layout={}, seed=3, images_per_iteration=8, times_after=late)
+    assert (summary.seconds_total, summary.seconds_by_phase["save"], summary.images_per_second) == (16.0, 5.0, 2.0)
+
+
 def test_a_nan_gap_is_the_largest_gap() -> None:
     history = [*HISTORY, {"iteration": 3, "parity/log_prob_gap_max": math.nan}]
     assert math.isnan(_summary(history).log_prob_gap_max or 0.0)

@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights and runs on disk: import and export of Hugging Face folders, checkpoints to resume from."""
+
+from omni_engine.checkpoint.errors import CheckpointError
+from omni_engine.checkpoint.folder import latest_iteration
+from omni_engine.checkpoint.hf_export import check_export_target, export_pipeline, write_pipeline
+from omni_engine.checkpoint.huggingface import load_transformer
+from omni_engine.checkpoint.record import LoadedState, check_same_run, read_state
+from omni_engine.checkpoint.torch_dist import load_checkpoint, save_checkpoint
+from omni_engine.checkpoint.weights import SavedWeights
+
+__all__ = [
+    "CheckpointError",
+    "LoadedState",
+    "SavedWeights",
+    "check_export_target",
+    "check_same_run",
+    "export_pipeline",
+    "latest_iteration",
+    "load_checkpoint",
+    "load_transformer",
+    "read_state",
+    "save_checkpoint",
+    "write_pipeline",
+]

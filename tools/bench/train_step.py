@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Forward and backward of our Qwen-Image block stack and of diffusers', interleaved in one process.
+
+    python -m tools.bench.train_step [--json] [--repeats 15] [--threads 1]
+
+Speed is a ratio of medians, the ceiling is the rate of a large matrix product measured between the runs. Memory is the
+peak of the allocations of one step above the weights, as torch's profiler counts them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import socket
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import omni_engine  # noqa: F401 - prepares megatron.core's import
+
+import torch
+import torch.distributed as dist
+from diffusers import FlowMatchEulerDiscreteScheduler, QwenImageTransformer2DModel
+from torch.profiler import ProfilerActivity, profile
+
+from omni_engine.arguments import ModelSettings, ParallelSettings
+from omni_engine.checkpoint.huggingface import load_transformer
+from omni_engine.models import DenoiserInput, TextCondition, build_family
+from omni_engine.models.policy import Policy
+from omni_engine.parallel import destroy, initialize
+from omni_engine.platform import get_platform
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sizes of a comparison."""
+
+    name: str
+    layers: int
+    heads: int
+    head_dim: int
+    text_dim: int
+    grid: tuple[int, int, int]
+    text_tokens: int
+    batch: int
+
+
+CASES = (
+    Case("tiny", 4, 4, 32, 64, (1, 2, 4), 12, 32),
+    Case("1-layer full width", 1, 24, 128, 3584, (1, 16, 16), 64, 1),
+)
+AXES = {32: (8, 12, 12), 128: (16, 56, 56)}
+
+
+def build(case: Case, folder: Path) -> tuple[Callable[[], None], Callable[[], None], int]:
+    """A step of ours, a step of diffusers', and the matrix-product FLOPs of a forward and backward pass."""
+    torch.manual_seed(0)
+    reference = QwenImageTransformer2DModel(
+        in_channels=64,
+        num_layers=case.layers,
+        attention_head_dim=case.head_dim,
+        num_attention_heads=case.heads,
+        joint_attention_dim=case.text_dim,
+        axes_dims_rope=AXES[case.head_dim],
+    )
+    reference.save_pretrained(folder / "transformer", max_shard_size="100GB")
+    FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True).save_pretrained(folder / "scheduler")
+    (folder / "vae").mkdir()
+    (folder / "vae" / "config.json").write_text(json.dumps({"temperal_downsample": [False, True, True]}))
+    family = build_family("qwen_image", folder)
+    groups = initialize_once()
+    settings = ModelSettings(model=str(folder), height=16 * case.grid[1], width=16 * case.grid[2])
+    policy = Policy(family, groups, settings, ParallelSettings())
+    load_transformer(policy.stage, family.mapping, folder / "transformer", groups)
+
+    tokens = case.grid[1] * case.grid[2]
+    latents, cotangent = torch.randn(2, case.batch, tokens, 64)
+    embeddings = torch.randn(case.batch, case.text_tokens, case.text_dim)
+    sigma = torch.full((case.batch,), 0.7)
+    text = TextCondition(embeddings, (case.text_tokens,) * case.batch)
+    inputs = DenoiserInput({"image": latents}, sigma, text, case.grid)
+
+    def ours() -> None:
+        (policy.stage(inputs) * cotangent).sum().backward()
+
+    def theirs() -> None:
+        out = reference(latents, embeddings, None, sigma, [[case.grid]] * case.batch, return_dict=False)[0]
+        (out * cotangent).sum().backward()
+
+    work = sum(spec.multiply_adds for spec in family.block_specs(tokens, case.text_tokens)) * case.batch
+    return ours, theirs, 3 * 2 * work
+
+
+def initialize_once():  # noqa: ANN201 - ParallelGroups
+    """Groups of one process."""
+    from omni_engine.parallel import current_groups
+
+    if dist.is_initialized():
+        return current_groups()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    dist.init_process_group(get_platform().dist_backend, init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
+    return initialize(1, 1, seed=0, timeout_minutes=5)
+
+
+def seconds(step: Callable[[], None]) -> float:
+    start = time.perf_counter()
+    step()
+    get_platform().synchronize()
+    return time.perf_counter() - start
+
+
+def peak_bytes(step: Callable[[], None]) -> int:
+    """Largest sum of live allocations during a step, relative to its start."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        step()
+    live = peak = 0
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        live += event.nbytes()
+        peak = max(peak, live)
+    return peak
+
+
+def matmul_rate(case: Case) -> float:
+    """FLOP/s of a square matrix product."""
+    size = 1024
+    a, b = torch.randn(2, size, size)
+    return 2 * size**3 / min(seconds(lambda: torch.mm(a, b)) for _ in range(3))
+
+
+def measure(case: Case, repeats: int) -> dict[str, float | str]:
+    """One row of the table."""
+    with tempfile.TemporaryDirectory() as folder:
+        ours, theirs, flops = build(case, Path(folder))
+    for step in (ours, theirs, ours, theirs):
+        step()
+    times: dict[str, list[float]] = {"ours": [], "theirs": [], "rate": []}
+    for _ in range(repeats):
+        times["ours"].append(seconds(ours))
+        times["theirs"].append(seconds(theirs))
+        times["rate"].append(matmul_rate(case))
+    our_time, their_time = statistics.median(times["ours"]), statistics.median(times["theirs"])
+    rate = statistics.median(times["rate"])
+    return {
+        "model": case.name,
+        "speed_over_diffusers": their_time / our_time,
+        "memory_over_diffusers": peak_bytes(ours) / peak_bytes(theirs),
+        "fraction_of_matmul": flops / our_time / rate,
+        "diffusers_fraction_of_matmul": flops / their_time / rate,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", action="store_true", help="print one JSON object a row")
+    parser.add_argument("--repeats", type=int, default=15, help="timed steps of each model")
+    parser.add_argument("--threads", type=int, default=1, help="host threads")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    for case in CASES:
+        row = measure(case, arguments.repeats)
+        if arguments.json:
+            print(json.dumps(row), flush=True)
+        else:
+            print("  ".join(f"{key} {value:.3f}" if isinstance(value, float) else f"{value:20s}" for key, value in row.items()))
+    destroy()
+
+
+if __name__ == "__main__":
+    main()
