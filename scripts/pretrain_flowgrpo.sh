@@ -9,8 +9,8 @@
 #   scripts/pretrain_flowgrpo.sh --help                        all flags
 #
 # Processes, by torchrun's usual variables: NPROC_PER_NODE (default 1), NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT.
-# On several machines start it on each one with the same values and its own NODE_RANK. OMNI_PYTHON names an interpreter
-# other than .venv's. The quick start runs in the repository's folder, everything else in the folder it is called from.
+# On several machines start it on each one with the same values and its own NODE_RANK. The first run on a machine makes
+# .venv (scripts/setup.sh); OMNI_PYTHON names an interpreter to use instead. The quick start runs in the repository's folder, everything else in the folder it is called from.
 set -euo pipefail
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -18,8 +18,11 @@ PYTHON="${OMNI_PYTHON:-$ROOT/.venv/bin/python}"
 NPROC_PER_NODE="${NPROC_PER_NODE:-1}"
 NNODES="${NNODES:-1}"
 
-if ! command -v "$PYTHON" > /dev/null; then
-    echo "pretrain_flowgrpo: no $PYTHON. Run scripts/setup.sh first, or set OMNI_PYTHON." >&2
+# Makes .venv on a new machine; says so in no time when it is there.
+if [[ -z "${OMNI_PYTHON:-}" ]]; then
+    "$ROOT/scripts/setup.sh"
+elif ! command -v "$PYTHON" > /dev/null; then
+    echo "pretrain_flowgrpo: OMNI_PYTHON=$OMNI_PYTHON: no such program" >&2
     exit 1
 fi
 export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"

@@ -26,7 +26,7 @@ def group_advantages(
     """(reward - mean of its group) / (std + epsilon), clamped to [-clip, clip]; float64 [N].
 
     rewards: float64 [N] of the whole iteration. groups: int64 [N]. valid: bool [N]; the others are left out of means
-        and stds and get 0, as do the samples of a group with fewer than two valid ones.
+        and stds and get 0; so does the only valid sample of a group, which is its own mean.
     std: of all valid rewards (`batch`), of the sample's group (`group`), or no division (`none`, epsilon unused).
     unbiased: divide the variance by n - 1 rather than n.
     std_floor: a std below it counts as no spread at all: its samples get 0. So does a spread of rounding size.
@@ -37,7 +37,7 @@ def group_advantages(
     _check(rewards, groups, valid, std)
     values = torch.where(valid, rewards, 0.0)
     slots, slot = torch.unique(groups, return_inverse=True)
-    centred, group_std, group_count = _centre(values, slot, valid, len(slots), unbiased)
+    centred, group_std = _centre(values, slot, valid, len(slots), unbiased)
     if std == "none":
         advantages = centred
     else:
@@ -46,34 +46,25 @@ def group_advantages(
             spread = _centre(values, torch.zeros_like(slot), valid, 1, unbiased)[1].expand_as(centred)
         flat = (spread == 0) | (spread < std_floor)
         advantages = torch.where(flat, 0.0, centred / torch.where(flat, 1.0, spread + epsilon))
-    counts = valid & (group_count[slot] >= 2)
-    return torch.where(counts, advantages, 0.0).clamp(-clip, clip)
+    return torch.where(valid, advantages, 0.0).clamp(-clip, clip)
 
 
-def _centre(
-    values: Tensor, slot: Tensor, valid: Tensor, num_slots: int, unbiased: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Values minus the mean of their slot [N], std [slots], number of valid values [slots]. Rounding spread is 0.
+def _centre(values: Tensor, slot: Tensor, valid: Tensor, num_slots: int, unbiased: bool) -> tuple[Tensor, Tensor]:
+    """Values minus the mean of their slot [N], and the std of those differences [slots]; 0 where they are rounding.
 
-    The slot's smallest value is taken off before the mean, so that equal values give zeros and not rounding residue,
-    whose quotient of deviation by std would be of order 1.
+    Equal rewards leave differences of rounding size, whose quotient by their own std would be of order 1.
     """
 
     def total(summands: Tensor) -> Tensor:
         return values.new_zeros(num_slots).index_add(0, slot, torch.where(valid, summands, 0.0))
 
-    def extreme(candidates: Tensor, kind: str) -> Tensor:
-        return values.new_zeros(num_slots).scatter_reduce(0, slot[valid], candidates[valid], kind, include_self=False)
-
     count = total(torch.ones_like(values))
-    at_least_one = count.clamp(min=1.0)
-    centred = values - extreme(values, "amin")[slot]
-    for _ in range(2):  # the second pass takes off the rounding of the first mean
-        centred = centred - (total(centred) / at_least_one)[slot]
+    centred = values - (total(values) / count.clamp(min=1.0))[slot]
     degrees = (count - 1.0 if unbiased else count).clamp(min=1.0)
     std = (total(centred.square()) / degrees).sqrt()
-    rounding = std <= ROUNDING_SPREAD * extreme(values.abs(), "amax")
-    return torch.where(rounding[slot], 0.0, centred), torch.where(rounding, 0.0, std), count
+    largest = values.new_zeros(num_slots).scatter_reduce(0, slot, torch.where(valid, values.abs(), 0.0), "amax")
+    rounding = std <= ROUNDING_SPREAD * largest
+    return torch.where(rounding[slot], 0.0, centred), torch.where(rounding, 0.0, std)
 
 
 def _check(rewards: Tensor, groups: Tensor, valid: Tensor, std: str) -> None:

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from omni_engine.flow import Schedule
 from omni_engine.models.mapping import ModelMapping
 from omni_engine.models.stages import BlockSpec
-from omni_engine.parallel import ParallelGroups
+from omni_engine.parallel import ParallelGroups, Segment
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,15 @@ class LatentShape:
     grid: tuple[int, int, int]
 
 
+class Stage(MegatronModule):
+    """A pipeline stage of a family's network: forward(DenoiserInput) gives the velocity [B, I, C] on the last stage and
+    the packed tensor [S, B, H] on the others."""
+
+    def segments(self, inputs: DenoiserInput) -> list[Segment]:
+        """Layout of the tensor between stages, on this rank."""
+        raise NotImplementedError
+
+
 class Components(Protocol):
     """Frozen parts of a pipeline: the prompt encoder and the latent codec."""
 
@@ -95,7 +105,7 @@ class Family(Protocol):
 
     def transformer_config(self, groups: ParallelGroups, sequence_parallel: bool, bf16: bool) -> TransformerConfig: ...
 
-    def build_stage(self, config: TransformerConfig, groups: ParallelGroups, recompute: bool) -> torch.nn.Module: ...
+    def build_stage(self, config: TransformerConfig, groups: ParallelGroups, recompute: bool) -> Stage: ...
 
     def combine_guidance(self, conditional: torch.Tensor, unconditional: torch.Tensor, scale: float) -> torch.Tensor:
         """Velocity of the guided model from its two branches, each [B, I, C]."""

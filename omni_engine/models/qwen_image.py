@@ -16,11 +16,10 @@ import torch
 import torch.nn.functional as F
 from megatron.core.enums import ModelType
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, scatter_to_sequence_parallel_region
-from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from omni_engine.flow import Schedule, SchedulerConfig, flow_match_schedule, true_cfg
-from omni_engine.models.family import DenoiserInput, LatentShape, register_family
+from omni_engine.models.family import DenoiserInput, LatentShape, Stage, register_family
 from omni_engine.models.layers.attention import QKNorm, joint_attention, normalize_heads
 from omni_engine.models.layers.embedding import sinusoidal_embedding
 from omni_engine.models.layers.modulation import gated_residual, layer_norm_modulate
@@ -161,7 +160,7 @@ class QwenImageBlock(torch.nn.Module):
         return image, text
 
 
-class QwenImageStage(MegatronModule):
+class QwenImageStage(Stage):
     """One pipeline stage: its blocks, the embeddings on the first stage and the head on the last."""
 
     def __init__(
@@ -273,7 +272,9 @@ class QwenImageStage(MegatronModule):
         return F.pad(valid, (0, inputs.latents["image"].shape[1]), value=True)
 
 
-def _stream_mapping(stream: str, modulation: str, attention: tuple[str, ...], out: str, mlp: str) -> list[ParameterMapping]:
+def _stream_mapping(
+    stream: str, modulation: str, attention: tuple[str, ...], out: str, mlp: str
+) -> list[ParameterMapping]:
     ours, theirs = f"blocks.{{}}.{stream}", "transformer_blocks.{}"
     q_norm, k_norm = {"image": ("norm_q", "norm_k"), "text": ("norm_added_q", "norm_added_k")}[stream]
     return [

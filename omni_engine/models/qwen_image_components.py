@@ -21,9 +21,13 @@ class QwenImageComponents:
 
     def __init__(self, folder: Path, max_text_tokens: int):
         try:
-            pipeline = QwenImagePipeline.from_pretrained(folder, transformer=None, local_files_only=True, use_safetensors=True)
+            pipeline = QwenImagePipeline.from_pretrained(
+                folder, transformer=None, local_files_only=True, use_safetensors=True
+            )
         except (OSError, ValueError, KeyError) as error:
-            raise ValueError(f"{folder}: the text encoder, tokenizer or autoencoder cannot be loaded: {error}") from error
+            raise ValueError(
+                f"{folder}: the text encoder, tokenizer or autoencoder cannot be loaded: {error}"
+            ) from error
         self.pipeline = pipeline.to(get_platform().device())
         self.pipeline.text_encoder.requires_grad_(False).eval()
         self.pipeline.vae.requires_grad_(False).eval()

@@ -45,16 +45,16 @@ def broadcast_object_from_last_stage(value: Any, groups: ParallelGroups) -> Any:
     return box[0]
 
 
-def broadcast_rows(
-    rows: Sequence[torch.Tensor] | None, groups: ParallelGroups
-) -> list[torch.Tensor]:
+def broadcast_rows(rows: Sequence[torch.Tensor] | None, groups: ParallelGroups) -> list[torch.Tensor]:
     """Give every rank of a replica its source's list of tensors [T_i, E], which may differ in length."""
     if groups.tp_size * groups.pp_size == 1:
         assert rows is not None
         return list(rows)
     shapes = broadcast_object(None if rows is None else [(tuple(row.shape), row.dtype) for row in rows], groups)
     device = get_platform().device()
-    out = list(rows) if rows is not None else [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in shapes]
+    out = (
+        list(rows) if rows is not None else [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in shapes]
+    )
     for row in out:
         dist.broadcast(row, groups.model_source, group=groups.model)
     return out

@@ -41,7 +41,7 @@ class ColumnParallelLinear(tensor_parallel.ColumnParallelLinear):
         )
         set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         # One rank has nothing to communicate, and addmm saves the pass that Megatron spends on the bias.
         if self.tp_group.size() == 1 and not self.gradient_accumulation_fusion:
             return F.linear(x, self.weight, self.bias)
@@ -64,7 +64,7 @@ class RowParallelLinear(tensor_parallel.RowParallelLinear):
         )
         set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=1, stride=1)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.tp_group.size() == 1 and not self.gradient_accumulation_fusion:
             return F.linear(x, self.weight, self.bias)
         return super().forward(x)[0]
@@ -78,7 +78,7 @@ class ModulationLinear(ColumnParallelLinear):
     which it keeps its slice; under sequence parallel each rank has seen its own tokens only, so the slices are summed.
     """
 
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
         if self.tp_group.size() == 1:
             return F.linear(rows, self.weight, self.bias)
         rows = copy_to_tensor_model_parallel_region(rows, group=self.tp_group)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The device the engine runs on: cpu, cuda or npu. No other folder names a device or a communication backend.
 
-`get_platform()` is the face of this folder. The platform is chosen once a process: by `select_platform`, else by the
-environment variable OMNI_PLATFORM, else the first of npu, cuda and cpu that is present. It must be chosen before
-`megatron.core` is first imported, because that import is what the platform prepares (`megatron_hook`).
+`get_platform()` is the face of this folder. The platform is chosen once a process: by name (`select_platform`), else by
+the environment variable OMNI_PLATFORM, else it is the first of npu, cuda and cpu that is present. It must be chosen
+before `megatron.core` is first imported, because that import is what the platform prepares (`megatron_hook`).
 """
 
 from __future__ import annotations
@@ -24,17 +24,19 @@ _selected: Platform | None = None
 
 def get_platform() -> Platform:
     """The platform of this process, selected at the first call."""
-    return _selected if _selected is not None else select_platform(os.environ.get("OMNI_PLATFORM", "auto"))
+    return _selected if _selected is not None else select_platform()
 
 
 def select_platform(name: str = "auto") -> Platform:
-    """Select the platform of this process: one of PLATFORM_NAMES, or "auto" for the one already selected or else the
-    first that is present.
+    """Select the platform of this process: one of PLATFORM_NAMES, or "auto" for the one already selected, else the one
+    that OMNI_PLATFORM names, else the first that is present.
 
     Raises:
         PlatformError: the name is unknown, the platform cannot run here, or another one is in use already.
     """
     global _selected
+    if name == "auto" and _selected is None:
+        name = os.environ.get("OMNI_PLATFORM", "auto")
     if name != "auto" and name not in _CLASSES:
         raise PlatformError(f"unknown platform {name!r}: choose auto, {', '.join(PLATFORM_NAMES)}")
     if _selected is None:

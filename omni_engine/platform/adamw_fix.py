@@ -10,7 +10,7 @@ tensor in the state of each parameter. DistributedOptimizer treats it wrongly in
      parameter: the bias correction is wrong from then on, silently;
   4. loading "dp_reshardable" parameter state copies the step count of the *fresh* optimizer over the one that was just
      loaded (and, for float32 parameters, fails without no_grad: it writes in place into a view of a leaf).
-Versions: megatron-core 0.16.1; 1 and 3 are also in 0.19.2.
+Versions: all four in megatron-core 0.16.1 and in 0.19.2.
 No longer needed when: `test_adamw_fix.py` finds that a fault does not show without the mend.
 """
 

@@ -140,9 +140,13 @@ class LineReader:
     def read(self, images: list[np.ndarray], width: int) -> list[str]:
         """Texts of the uint8 RGB pictures [H, W, 3], all scaled to `width` pixels."""
         (probabilities,) = self._session.run(None, {self._input: _as_input(images, width)})
-        best = probabilities.argmax(-1)  # [N, positions]
-        changed = np.diff(best, axis=1, prepend=-1) != 0
-        return ["".join(self._characters[k] for k in row[keep]) for row, keep in zip(best, changed, strict=True)]
+        return greedy_ctc(probabilities.argmax(-1), self._characters)
+
+
+def greedy_ctc(best: np.ndarray, characters: list[str]) -> list[str]:
+    """Texts of the best classes [N, positions]: a repeated class counts once, unless blanks (class 0) part it."""
+    changed = np.diff(best, axis=1, prepend=-1) != 0
+    return ["".join(characters[k] for k in row[keep]) for row, keep in zip(best, changed, strict=True)]
 
 
 def line_width(image: np.ndarray) -> int:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Spreads pictures over worker processes, survives their faults, and brings the scorers' values together.
 
-A picture's way: `submit` cuts the batch into tasks of some pictures for one scorer; a thread a worker takes the next task,
-waits for the answer, and writes it into the handle. What failed goes back to the queue, `reward_retries` times: one
-picture at a time where the scorer raised or died, so that one bad picture does not take its neighbours along, and all
-together where it was too slow.
+A picture's way: `submit` cuts the batch into tasks of some pictures for one scorer; a thread a worker takes the next
+task, waits for the answer, and writes it into the handle. What failed goes back to the queue, `reward_retries` times:
+one picture at a time where the scorer raised or died, so that one bad picture does not take its neighbours along, and
+all together where it was too slow.
 """
 
 from __future__ import annotations

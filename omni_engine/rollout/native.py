@@ -47,9 +47,7 @@ class NativeRollout:
 
     exact_log_probs = True
 
-    def __init__(
-        self, policy: Policy, encoder: PromptEncoder, components: Components | None, height: int, width: int
-    ):
+    def __init__(self, policy: Policy, encoder: PromptEncoder, components: Components | None, height: int, width: int):
         """`components`: the codec on the source rank of a replica, None on its other ranks."""
         self.policy = policy
         self.encoder = encoder

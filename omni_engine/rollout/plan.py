@@ -50,7 +50,9 @@ def plan_iteration(
     per_update = len(prompts) // updates
     per_rank = per_update // groups.dp_size
     slots = [
-        update * per_update + groups.dp_rank * per_rank + offset for update in range(updates) for offset in range(per_rank)
+        update * per_update + groups.dp_rank * per_rank + offset
+        for update in range(updates)
+        for offset in range(per_rank)
     ]
     size = settings.samples_per_prompt
     group_ids = torch.tensor(slots, dtype=torch.int64).repeat_interleave(size)

@@ -156,9 +156,7 @@ def build_run(settings: Settings, groups: ParallelGroups) -> Run:
     evaluator = None
     if held_out:
         schedule = family.schedule(settings.data.eval_num_inference_steps, height, width)
-        evaluator = Evaluator(
-            engine, pool, held_out, schedule, guidance, settings.data, rules.micro_batch_size, groups
-        )
+        evaluator = Evaluator(engine, pool, held_out, schedule, guidance, settings.data, rules.micro_batch_size, groups)
     return Run(
         settings=settings,
         groups=groups,

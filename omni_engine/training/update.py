@@ -82,7 +82,7 @@ class Updater:
         Returns: metrics, equal on every rank.
 
         Raises:
-            TrainingError: the samples are of other weights, rollout and trainer disagree, or the gradient is not finite.
+            TrainingError: the samples are of other weights, rollout and trainer disagree, or a gradient is not finite.
         """
         if samples.weight_version != self.policy.version:
             raise TrainingError(
@@ -316,4 +316,3 @@ def _reduce_over_data(updates: list[Statistics], group: Any) -> list[Statistics]
         for (update, key), values in zip(parts, flat.split(sizes), strict=True):
             reduced[update][key] = values.view_as(updates[update][key])
     return reduced
-

@@ -30,10 +30,12 @@ def test_the_pipeline_has_the_trained_weights(
     flags = ["--checkpoint", str(tmp_path / "run"), "--model", str(model_folder), "--out", str(out)]
     assert main(flags) == 0
     assert "iteration 1 of" in capsys.readouterr().out
-    exported = QwenImageTransformer2DModel.from_pretrained(out / "transformer", torch_dtype="auto").state_dict()
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    exported = QwenImageTransformer2DModel.from_pretrained(out / "transformer", torch_dtype=dtype).state_dict()
     weights, mapping = trainee.weights(), trainee.policy.family.mapping
     for path, entry in mapping.entries.items():
         for name, piece in zip(entry.sources, entry.split(weights[path]), strict=True):
+            assert exported[name].dtype == piece.dtype == dtype
             assert torch.equal(exported[name], piece), name
 
     other = save_folder(make_transformer(layers=1), tmp_path / "other")

@@ -68,15 +68,19 @@ def test_in_and_out_keep_every_bit(
     policy = policy_of(source, single_process, bf16)
     load(policy, source)
     export(policy, source, tmp_path / "out")
-    exported = QwenImageTransformer2DModel.from_pretrained(tmp_path / "out" / "transformer", torch_dtype="auto")
-    assert exported.dtype == (torch.bfloat16 if bf16 else torch.float32)
+    held = torch.bfloat16 if bf16 else torch.float32
+    files = (tmp_path / "out" / "transformer").glob("*.safetensors")
+    written = {name: value for file in files for name, value in load_file(file).items()}
+    exported = QwenImageTransformer2DModel.from_pretrained(tmp_path / "out" / "transformer", torch_dtype=held)
     for name, value in model.state_dict().items():
-        assert torch.equal(exported.state_dict()[name], value.to(exported.dtype)), name
+        assert written[name].dtype == held
+        assert torch.equal(written[name], value.to(held)), name
+        assert torch.equal(exported.state_dict()[name], value.to(held)), name
     assert (tmp_path / "out" / "transformer" / INDEX_FILE).exists() == (shard_size != "1GB")
 
     again = policy_of(source, single_process, bf16)
     load(again, tmp_path / "out")
-    for (name, ours), theirs in zip(again.stage.state_dict().items(), policy.stage.state_dict().values(), strict=True):
+    for (name, ours), theirs in zip(again.stage.named_parameters(), policy.stage.parameters(), strict=True):
         assert torch.equal(ours, theirs), name
 
 

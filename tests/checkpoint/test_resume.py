@@ -26,10 +26,10 @@ from tests.small_training import OPTIMIZER, Trainee, build_trainee
 pytestmark = pytest.mark.fast
 
 KINDS: dict[str, dict[str, Any]] = {
-    "float32": dict(bf16=False, parallel=ParallelSettings()),
-    "bf16": dict(bf16=True, parallel=ParallelSettings()),
-    "float32, distributed": dict(bf16=False, parallel=ParallelSettings(use_distributed_optimizer=True)),
-    "bf16, distributed": dict(bf16=True, parallel=ParallelSettings(use_distributed_optimizer=True)),
+    "float32": {"bf16": False, "parallel": ParallelSettings()},
+    "bf16": {"bf16": True, "parallel": ParallelSettings()},
+    "float32, distributed": {"bf16": False, "parallel": ParallelSettings(use_distributed_optimizer=True)},
+    "bf16, distributed": {"bf16": True, "parallel": ParallelSettings(use_distributed_optimizer=True)},
 }
 STATE = {"seed": 5, "prompts": "abc", "consumed": [1, 2]}
 
@@ -130,9 +130,7 @@ def test_hyperparameters_are_those_of_the_flags_and_the_schedule_goes_on(
         assert group["betas"][0] == 0.8
 
 
-def test_generators_go_on_where_they_stood(
-    tmp_path: Path, model_folder: Path, single_process: ParallelGroups
-) -> None:
+def test_generators_go_on_where_they_stood(tmp_path: Path, model_folder: Path, single_process: ParallelGroups) -> None:
     def draw() -> list[float]:
         return [random.random(), random.gauss(0, 1), float(np.random.standard_normal()), float(torch.rand(()))]
 

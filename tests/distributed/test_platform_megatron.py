@@ -8,11 +8,11 @@ Does not cover: pipeline stages, our own layers and our checkpoints, which have 
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from tests.helpers import run_torchrun
 
 if TYPE_CHECKING:
     import torch
@@ -23,14 +23,9 @@ SHARDINGS = ("fully_reshardable", "dp_reshardable")
 
 
 def test_two_processes_train_as_one_and_resume_bit_for_bit(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = {**os.environ, "OMNI_PLATFORM": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path.cwd())}
-    result = subprocess.run(
-        [*command, __file__, str(tmp_path)], env=environment, capture_output=True, text=True, timeout=400
-    )
+    result = run_torchrun(__file__, 2, str(tmp_path), env={"OMNI_PLATFORM": "cpu"}, timeout=400)
     assert result.returncode == 0, result.stdout + result.stderr
-    done = result.stdout.count("passed")
-    assert done == 2 * (2 * len(SHARDINGS) + 1), result.stdout
+    assert result.stdout.count("passed") == 2 * (2 * len(SHARDINGS) + 1), result.stdout
 
 
 # ---- below runs in each of the two processes. torch and Megatron are imported late, because the process that the

@@ -24,10 +24,10 @@ pytestmark = pytest.mark.fast
 TOLERANCE = 1e-5
 
 CASES = {
-    "square grid, no padding": dict(grid=(1, 2, 4), lengths=(6, 6), layers=2, masked=False),
-    "odd grid, text padded": dict(grid=(1, 3, 5), lengths=(7, 3, 1), layers=3, masked=True),
-    "all masks full": dict(grid=(1, 5, 2), lengths=(4, 4), layers=1, masked=True),
-    "one token each": dict(grid=(1, 1, 1), lengths=(1,), layers=2, masked=False),
+    "square grid, no padding": {"grid": (1, 2, 4), "lengths": (6, 6), "layers": 2, "masked": False},
+    "odd grid, text padded": {"grid": (1, 3, 5), "lengths": (7, 3, 1), "layers": 3, "masked": True},
+    "all masks full": {"grid": (1, 5, 2), "lengths": (4, 4), "layers": 1, "masked": True},
+    "one token each": {"grid": (1, 1, 1), "lengths": (1,), "layers": 2, "masked": False},
 }
 
 

@@ -42,8 +42,14 @@ def test_the_platform_is_selected_once(unselected: None) -> None:
 
 
 def test_the_environment_names_the_platform(unselected: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CudaPlatform, "is_available", lambda self: True)
+    monkeypatch.setattr(NpuPlatform, "is_available", lambda self: True)
     monkeypatch.setenv("OMNI_PLATFORM", "cpu")
+    assert select_platform("auto").name == "cpu"
+    monkeypatch.setattr(platforms, "_selected", None)
     assert get_platform().name == "cpu"
+    monkeypatch.setattr(platforms, "_selected", None)
+    assert select_platform("cuda").name == "cuda"  # what is asked for by name goes before
 
 
 def test_the_first_present_platform_is_found(unselected: None, monkeypatch: pytest.MonkeyPatch) -> None:

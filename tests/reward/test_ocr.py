@@ -17,7 +17,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from omni_engine.arguments import RewardSettings
 from omni_engine.reward import Failure, RewardError, RewardPool, Score
-from omni_engine.reward.ocr import BATCH, Ocr, OcrV4
+from omni_engine.reward.ocr import BATCH, Ocr, OcrV4, greedy_ctc
 
 
 def line(text: str, height: int = 16, width: int = 32, ink: int = 20, paper: int = 230) -> np.ndarray:
@@ -111,6 +111,12 @@ def test_channels_reach_the_readers_in_the_order_blue_green_red(monkeypatch: pyt
     monkeypatch.setitem(vars(scorer), "_read_scene", lambda picture: seen.append(picture) or "")
     scorer.read([np.repeat(red, 3, axis=0)])
     assert seen[0][0, 0].tolist() == [0, 0, 255]
+
+
+@pytest.mark.fast
+def test_repeats_collapse_unless_a_blank_parts_them() -> None:
+    best = np.array([[1, 1, 0, 1, 2, 2, 3], [0, 0, 0, 0, 0, 0, 0], [0, 2, 0, 0, 2, 1, 0]])
+    assert greedy_ctc(best, ["", "a", "b", " "]) == ["aab ", "", "bba"]
 
 
 @pytest.mark.fast

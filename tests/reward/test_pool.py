@@ -163,7 +163,7 @@ def test_a_worker_that_died_idle_is_replaced_without_a_failure() -> None:
     with RewardPool([FAKE], [1.0], settings(retries=0)) as pool:
         process = int(values(pool.submit(pictures(1), ["process"]).result())[0] or 0)
         os.kill(process, signal.SIGKILL)
-        while is_alive(process):
+        while pool._workers[0].is_running():
             time.sleep(0.01)
         assert values(pool.submit(pictures(1), ["a"]).result()) == [1.0]
         assert pool.counters() == {"retries": 0, "failures": 0, "timeouts": 0, "restarts": 1}
@@ -228,10 +228,12 @@ def test_a_worker_imports_neither_torch_nor_the_main_module(pool: RewardPool) ->
     assert "numpy" in loaded and not loaded & {"torch", "megatron", "pytest", "onnxruntime"}
 
 
-def test_an_exception_in_the_caller_ends_the_workers_even_in_the_middle_of_a_score() -> None:
-    with pytest.raises(KeyboardInterrupt), RewardPool([FAKE], [1.0], settings()) as pool:
+def test_an_exception_in_the_caller_ends_the_workers_even_in_the_middle_of_a_score(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt), RewardPool([FAKE], [1.0], settings(timeout=600.0)) as pool:
         process = int(values(pool.submit(pictures(1), ["process"]).result())[0] or 0)
-        handle = pool.submit(pictures(1), ["hang"])
+        handle = pool.submit(pictures(1), [f"hang once:{tmp_path}/hangs"])
+        while not (tmp_path / "hangs").exists():
+            time.sleep(0.01)
         raise KeyboardInterrupt
     assert not is_alive(process)
     with pytest.raises(RewardError, match="the reward pool is closed"):
@@ -241,26 +243,40 @@ def test_an_exception_in_the_caller_ends_the_workers_even_in_the_middle_of_a_sco
 
 
 TRAINER = f"""
-import numpy, time
+import os, sys, time
+import numpy
 from omni_engine.arguments import RewardSettings
 from omni_engine.reward import RewardPool
+
+end, hangs = sys.argv[1:]
 pool = RewardPool([{FAKE!r}], [1.0], RewardSettings())
 images = numpy.ones((1, 4, 6, 3), numpy.uint8)
-print(int(pool.submit(images, ["process"]).result()[0].value), flush=True)
+worker = int(pool.submit(images, ["process"]).result()[0].value)
+if end == "killed in a score":
+    pool.submit(images, ["hang once:" + hangs])
+    while not os.path.exists(hangs):
+        time.sleep(0.01)
+if end == "killed while a fork holds its socket" and os.fork() == 0:
+    time.sleep(20)
+    os._exit(0)
+print(worker, flush=True)
+if end != "ends without close":
+    time.sleep(1000)
 """
 
 
-@pytest.mark.parametrize("end", ["killed in a score", "exit without close"])
-def test_no_worker_outlives_its_trainer(end: str) -> None:
-    more = 'pool.submit(images, ["hang"])\ntime.sleep(1000)' if end == "killed in a score" else ""
+@pytest.mark.parametrize("end", ["ends without close", "killed in a score", "killed while a fork holds its socket"])
+def test_no_worker_outlives_its_trainer(end: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-W", "ignore", "-c", TRAINER, end, str(tmp_path / "hangs")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    trainer = subprocess.Popen([sys.executable, "-c", TRAINER + more], stdout=subprocess.PIPE, env=environment)
-    with trainer:
-        assert trainer.stdout is not None
-        worker = int(trainer.stdout.readline())
-        if more:
-            trainer.kill()
-    deadline = time.monotonic() + 60
+    trainer = subprocess.Popen(command, stdout=subprocess.PIPE, env=environment)
+    assert trainer.stdout is not None
+    worker = int(trainer.stdout.readline())
+    if end != "ends without close":
+        trainer.kill()
+    trainer.wait()
+    trainer.stdout.close()
+    deadline = time.monotonic() + 15
     while is_alive(worker):
         assert time.monotonic() < deadline, f"worker {worker} is still there"
         time.sleep(0.05)

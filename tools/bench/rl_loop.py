@@ -19,12 +19,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-import omni_engine  # noqa: F401 - prepares megatron.core's import
-
 import numpy as np
 import torch
 from diffusers import QwenImageTransformer2DModel
 
+import omni_engine  # noqa: F401 - prepares megatron.core's import
 from omni_engine.arguments import load_settings
 from omni_engine.platform import get_platform
 from omni_engine.reward.base import Score

@@ -19,13 +19,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import omni_engine  # noqa: F401 - prepares megatron.core's import
-
 import torch
 import torch.distributed as dist
 from diffusers import FlowMatchEulerDiscreteScheduler, QwenImageTransformer2DModel
 from torch.profiler import ProfilerActivity, profile
 
+import omni_engine  # noqa: F401 - prepares megatron.core's import
 from omni_engine.arguments import ModelSettings, ParallelSettings
 from omni_engine.checkpoint.huggingface import load_transformer
 from omni_engine.models import DenoiserInput, TextCondition, build_family
@@ -94,7 +93,7 @@ def build(case: Case, folder: Path) -> tuple[Callable[[], None], Callable[[], No
     return ours, theirs, 3 * 2 * work
 
 
-def initialize_once():  # noqa: ANN201 - ParallelGroups
+def initialize_once():
     """Groups of one process."""
     from omni_engine.parallel import current_groups
 
@@ -167,7 +166,11 @@ def main() -> None:
         if arguments.json:
             print(json.dumps(row), flush=True)
         else:
-            print("  ".join(f"{key} {value:.3f}" if isinstance(value, float) else f"{value:20s}" for key, value in row.items()))
+            print(
+                "  ".join(
+                    f"{key} {value:.3f}" if isinstance(value, float) else f"{value:20s}" for key, value in row.items()
+                )
+            )
     destroy()
 
 

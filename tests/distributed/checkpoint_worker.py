@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run by test_checkpoint_reshard.py under torchrun in two processes: saves under some layouts, loads under others.
+
+    checkpoint_worker.py FOLDER
+
+FOLDER holds the model. What a rank holds goes to FOLDER/dumps/NAME.RANK.safetensors under `kind/shard dim/HF name`, for
+the test to put together: this file gathers nothing, so a fault of the engine's own gathering cannot hide here.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+from omni_engine.arguments import ParallelSettings
+from omni_engine.checkpoint import CheckpointError, export_pipeline, latest_iteration, load_checkpoint, save_checkpoint
+from omni_engine.parallel import ParallelGroups, destroy, initialize
+from tests.small_training import Trainee, build_trainee
+
+
+@dataclass(frozen=True)
+class Layout:
+    tp: int = 1
+    pp: int = 1
+    sequence_parallel: bool = False
+    distributed_optimizer: bool = False
+
+
+LAYOUTS = {
+    "TP2": Layout(tp=2),
+    "PP2": Layout(pp=2),
+    "DP2": Layout(),
+    "DP2-DO": Layout(distributed_optimizer=True),
+}
+WRITERS = ("TP2", "PP2", "DP2", "DP2-DO")
+READERS = {"float32": ("TP2", "PP2", "DP2", "DP2-DO"), "bf16": ("PP2", "DP2-DO")}
+"""Layouts that every writer's checkpoint is loaded under, by precision."""
+
+
+def main(folder: Path) -> None:
+    (folder / "dumps").mkdir(exist_ok=True)
+    for precision, readers in READERS.items():
+        for writer in WRITERS:
+            with_layout(writer, lambda groups: write(folder, groups, writer, precision))  # noqa: B023 - called at once
+        for reader in readers:
+            with_layout(reader, lambda groups: read(folder, groups, reader, precision))  # noqa: B023 - called at once
+    with_layout("TP2", lambda groups: fail(folder, groups))
+
+
+def with_layout(name: str, work: Callable[[ParallelGroups], None]) -> None:
+    from megatron.core import parallel_state  # after omni_engine, which prepares it
+
+    layout = LAYOUTS[name]
+    groups = initialize(layout.tp, layout.pp, seed=0, timeout_minutes=2)
+    work(groups)
+    parallel_state.destroy_model_parallel()
+
+
+def build(folder: Path, groups: ParallelGroups, name: str, precision: str) -> Trainee:
+    layout = LAYOUTS[name]
+    parallel = ParallelSettings(
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        use_distributed_optimizer=layout.distributed_optimizer,
+    )
+    return build_trainee(folder / "model", groups, parallel, bf16=precision == "bf16")
+
+
+def write(folder: Path, groups: ParallelGroups, name: str, precision: str) -> None:
+    """Two steps, save, two more; then the same from the checkpoint, which must give the same bits."""
+    trainee = build(folder, groups, name, precision)
+    trainee.train(0, 1)
+    root = folder / f"{precision}-{name}"
+    save_checkpoint(root, 2, trainee.policy, trainee.optimizer, {"writer": name})
+    dump(folder, trainee, f"{precision}-{name}-saved")
+    saved = everything(trainee)
+    export_pipeline_once(folder, trainee, f"{precision}-{name}")
+    trainee.train(2, 3)
+    dump(folder, trainee, f"{precision}-{name}-after")
+
+    resumed = build(folder, groups, name, precision)
+    state = load_checkpoint(root, resumed.policy, resumed.optimizer)
+    assert (state.iteration, state.state, resumed.policy.version) == (2, {"writer": name}, 2)
+    assert_same_bits(everything(resumed), saved, f"{precision} {name} right after loading")
+    resumed.train(2, 3)
+    assert_same_bits(everything(resumed), everything(trainee), f"{precision} {name} two steps after loading")
+
+
+def export_pipeline_once(folder: Path, trainee: Trainee, name: str) -> None:
+    """By the ranks of the first replica, as a run does."""
+    policy = trainee.policy
+    if policy.groups.dp_rank == 0:
+        target = folder / "exports" / name
+        export_pipeline(policy.stage, policy.family.mapping, folder / "model", target, policy.groups)
+
+
+def read(folder: Path, groups: ParallelGroups, name: str, precision: str) -> None:
+    """Load every writer's checkpoint, then two steps."""
+    for writer in WRITERS:
+        trainee = build(folder, groups, name, precision)
+        for parameter in trainee.policy.stage.parameters():
+            parameter.data.fill_(7.0)
+        load_checkpoint(folder / f"{precision}-{writer}", trainee.policy, trainee.optimizer)
+        dump(folder, trainee, f"{precision}-{writer}-{name}-loaded")
+        trainee.train(2, 3)
+        dump(folder, trainee, f"{precision}-{writer}-{name}-after")
+
+
+def fail(folder: Path, groups: ParallelGroups) -> None:
+    """A disk that is full for one rank stops both, and the checkpoint before is still there to load."""
+    trainee = build(folder, groups, "TP2", "float32")
+    root = folder / "full"
+    save_checkpoint(root, 1, trainee.policy, trainee.optimizer, {})
+    before = sorted((path.name, path.stat().st_mtime_ns) for path in root.rglob("*"))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for full_rank in (0, 1):
+        if groups.rank == full_rank:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
+        try:
+            save_checkpoint(root, 2, trainee.policy, trainee.optimizer, {})
+            raise AssertionError(f"rank {groups.rank} saved though the disk of rank {full_rank} was full")
+        except CheckpointError as error:
+            assert f"(rank {full_rank})" in str(error), error
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        dist.barrier()
+        assert sorted((path.name, path.stat().st_mtime_ns) for path in root.rglob("*")) == before
+        assert latest_iteration(root) == 1
+        dist.barrier()
+    # A file that one rank cannot verify stops both too.
+    if groups.rank == 0:
+        damaged = root / "iter_0000001" / "__1_0.distcp"
+        damaged.write_bytes(damaged.read_bytes()[:-1])
+    dist.barrier()
+    try:
+        load_checkpoint(root, trainee.policy, trainee.optimizer)
+        raise AssertionError("a truncated checkpoint was loaded")
+    except CheckpointError as error:
+        assert "__1_0.distcp has" in str(error), error
+
+
+def everything(trainee: Trainee) -> dict[str, torch.Tensor]:
+    """A copy of all tensors of this rank that the optimizer or the model keeps, whatever their form."""
+    tensors = {f"weight/{name}": weight for name, weight in trainee.weights().items()}
+    for inner in trainee.optimizer.optimizer.chained_optimizers:
+        parameters = [parameter for group in inner.optimizer.param_groups for parameter in group["params"]]
+        for index, parameter in enumerate(parameters):
+            tensors[f"main/{index}"] = parameter.detach().clone()
+            for key, value in inner.optimizer.state[parameter].items():
+                tensors[f"{key}/{index}"] = value.detach().clone()
+    return tensors
+
+
+def assert_same_bits(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], when: str) -> None:
+    assert set(found) == set(expected), when
+    different = [name for name, value in expected.items() if not torch.equal(found[name], value)]
+    assert not different, f"{when}: {different}"
+
+
+def dump(folder: Path, trainee: Trainee, name: str) -> None:
+    """This rank's weights, and its moments where each parameter has its own (not of the distributed optimizer)."""
+    mapping = trainee.policy.family.mapping
+    local = {"weight": trainee.weights()}
+    (inner,) = trainee.optimizer.optimizer.chained_optimizers
+    if not hasattr(inner, "gbuf_ranges"):
+        masters = {
+            name: getattr(parameter, "main_param", parameter)
+            for name, parameter in trainee.policy.stage.named_parameters()
+        }
+        for key in ("exp_avg", "exp_avg_sq"):
+            local[key] = {name: inner.optimizer.state[master][key] for name, master in masters.items()}
+        local["main"] = masters
+    tensors = {}
+    for kind, parameters in local.items():
+        for path, parameter in parameters.items():
+            entry = mapping.entries[path]
+            for source, piece in zip(entry.sources, entry.split(parameter.detach()), strict=True):
+                tensors[f"{kind}/{entry.shard_dim}/{source}"] = piece.clone().contiguous()
+    save_file(tensors, folder / "dumps" / f"{name}.{trainee.policy.groups.rank}.safetensors")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
+    destroy()
