@@ -20,7 +20,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     rank = int(os.environ.get("RANK", "0"))
     try:
         settings = load_settings(argv)
-        select_platform(settings.parallel.platform)
+        faults = select_platform(settings.parallel.platform).validate(settings.parallel)
+        if faults:
+            raise PlatformError("\n".join(faults))
     except (SettingsError, PlatformError) as error:
         if rank == 0:
             print(error, file=sys.stderr, flush=True)

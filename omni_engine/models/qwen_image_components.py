@@ -42,15 +42,26 @@ class QwenImageComponents:
         resumed run would differ from an unbroken one.
 
         Raises:
-            ValueError: an embedding is not finite.
+            ValueError: a prompt is longer than the limit, or an embedding is not finite.
         """
         rows = []
         for prompt in prompts:
+            self._check_length(prompt)
             embeddings, _ = self.pipeline.encode_prompt(prompt, max_sequence_length=self.max_text_tokens)
             if not bool(torch.isfinite(embeddings).all()):
                 raise ValueError(f"{self.folder}: the text encoder gave a non-finite embedding for prompt {prompt!r}")
             rows.append(embeddings[0])
         return rows
+
+    def _check_length(self, prompt: str) -> None:
+        """The pipeline would cut a long prompt in silence."""
+        template = self.pipeline.prompt_template_encode.format(prompt)
+        tokens = len(self.pipeline.tokenizer(template).input_ids) - self.pipeline.prompt_template_encode_start_idx
+        if tokens > self.max_text_tokens:
+            raise ValueError(
+                f"a prompt has {tokens} tokens, --max-text-tokens allows {self.max_text_tokens}; shorten it: "
+                f"{prompt[:80]!r}..."
+            )
 
     @torch.no_grad()
     def decode(self, latents: torch.Tensor, height: int, width: int) -> torch.Tensor:

@@ -19,7 +19,7 @@ def gaussian_step(x: Tensor, v: Tensor, noise: Tensor, coefficients: Tensor) -> 
     Returns x_next float32 [B, I, C] and log_prob float64 [B], bitwise `gaussian_log_prob` of x_next; nan for a row
     without a log-prob (`ode`), which is a plain Euler step. Raises TypeError or ValueError for other dtypes or shapes.
     """
-    _check(coefficients, v, x=x, noise=noise)
+    _check(coefficients, v, noise=noise)
     x_next = gaussian_mean(x, v, coefficients) + _column(coefficients, 2, x) * noise
     return x_next, gaussian_log_prob(x, v, x_next, coefficients)
 
@@ -31,7 +31,7 @@ def gaussian_log_prob(x: Tensor, v: Tensor, x_next: Tensor, coefficients: Tensor
     d log_prob / dv = 2 w b / (I C) (x_next - mean). A row without a log-prob gives nan: ask `require_log_prob` first.
     Raises TypeError or ValueError for other dtypes or shapes.
     """
-    _check(coefficients, v, x=x, x_next=x_next)
+    _check(coefficients, v, x_next=x_next)
     squares = (x_next.detach() - gaussian_mean(x, v, coefficients)).square()
     w, c = coefficients[:, 3:5].to(x.device).unbind(1)
     return c - w * _sample_mean(squares)
@@ -50,6 +50,7 @@ def gaussian_kl(v: Tensor, v_ref: Tensor, coefficients: Tensor) -> Tensor:
 
 def gaussian_mean(x: Tensor, v: Tensor, coefficients: Tensor) -> Tensor:
     """The step's mean a x + b v, float32 [B, I, C]: all of a deterministic step. Inputs as in `gaussian_step`."""
+    _check(coefficients, v, x=x)
     return _column(coefficients, 0, x) * x + _column(coefficients, 1, x) * v.float()
 
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from omni_engine.flow import Schedule, coefficient_table, require_log_prob
-from omni_engine.ops import gaussian_kl, gaussian_log_prob, gaussian_step
+from omni_engine.ops import gaussian_kl, gaussian_log_prob, gaussian_mean, gaussian_step
 
 pytestmark = pytest.mark.fast
 
@@ -188,6 +188,7 @@ def test_an_ode_row_is_the_euler_step_beside_sde_rows() -> None:
     euler = x[0] + (SCHEDULE.sigmas[5] - SCHEDULE.sigmas[4]) * v[0]
     torch.testing.assert_close(x_next[0], euler, rtol=1e-6, atol=1e-6)
     assert torch.isnan(log_prob[0]) and torch.isfinite(log_prob[1])
+    assert torch.equal(gaussian_mean(x, v, rows)[0], x_next[0])  # a deterministic step needs no noise drawn
 
 
 def test_an_empty_batch_gives_empty_results() -> None:
@@ -201,8 +202,12 @@ def test_sixteen_bit_latents_and_unfitting_arguments_are_refused() -> None:
     x, v, noise = draw()
     rows = coefficients("sde", 0.7, 4, batch=5)
     for dtype in (torch.bfloat16, torch.float16):
-        with pytest.raises(TypeError, match="x must be float32"):
-            gaussian_step(x.to(dtype), v, noise, rows)
+        for call in (
+            lambda narrow: gaussian_step(narrow, v, noise, rows),
+            lambda narrow: gaussian_mean(narrow, v, rows),
+        ):
+            with pytest.raises(TypeError, match="x must be float32"):
+                call(x.to(dtype))
         with pytest.raises(TypeError, match="x_next must be float32"):
             gaussian_log_prob(x, v, noise.to(dtype), rows)
     with pytest.raises(TypeError, match=r"coefficients must be float64 \[B=5, 6\]"):

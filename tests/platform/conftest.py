@@ -35,7 +35,7 @@ def run_python(tmp_path: Path) -> RunPython:
             cwd=tmp_path,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=300,
         )
 
     return run

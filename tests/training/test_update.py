@@ -145,7 +145,8 @@ def test_the_gradient_of_the_kl_term_is_autograds(build: Build, guidance: Guidan
     advantages = engine.algorithm.advantages(scored.rewards, scored.groups, scored.valid)
     expected = gradient_by_hand(twin, samples, advantages, scored.valid, reference=start)
     assert engine.updater.run(samples, scored)["policy/kl"] > 1e-5
-    assert relative_error(engine.gradients(), expected) < 1e-5
+    # The velocities differ by a hundredth, so that their difference carries a hundred times their rounding.
+    assert relative_error(engine.gradients(), expected) < 1e-4
 
 
 @pytest.mark.parametrize("guidance", GUIDANCES, ids=GUIDANCE_NAMES)
