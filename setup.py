@@ -43,7 +43,7 @@ setup(
             "rapidocr>=3.10",
             'rapidocr-onnxruntime>=1.4.4; python_version < "3.13"',
             "onnxruntime>=1.17",
-            "Levenshtein>=0.25",
+            "rapidfuzz>=3.6",
         ],
         "plot": ["matplotlib>=3.8"],
         "wandb": ["wandb>=0.17"],

@@ -17,7 +17,7 @@ class RewardSettings:
     eval_reward: tuple[str, ...] = flag(
         (), nargs="*", help="Further scorers that are only reported by evaluations and never trained on."
     )
-    reward_workers: int = flag(1, unit="processes", at_least=1, help="Scorer processes of each machine.")
+    reward_workers: int = flag(1, unit="processes", at_least=1, help="Scorer processes of each model replica.")
     reward_timeout: float = flag(
         60.0, unit="seconds", above=0, help="A batch that takes a scorer longer than this has failed."
     )

@@ -6,7 +6,7 @@ The rule is that of FlowGRPO's public OCR reward (yifan123/flow_grpo, `flow_grpo
 
 from __future__ import annotations
 
-import Levenshtein
+from rapidfuzz.distance import Levenshtein
 
 
 def target_text(prompt: str) -> str:

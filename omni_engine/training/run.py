@@ -180,10 +180,11 @@ def build_run(settings: Settings, groups: ParallelGroups) -> Run:
 
 def _read_prompts(settings: Settings) -> tuple[list[str], list[str]]:
     """Training prompts, and held-out prompts (none where no evaluation is wanted)."""
-    check = prompt_check(settings.reward.reward)
-    prompts = load_prompts(settings.data.train_prompts, check)
+    rewards = settings.reward
+    prompts = load_prompts(settings.data.train_prompts, prompt_check(rewards.reward))
     if settings.data.eval_prompts is None or settings.training.eval_interval == 0:
         return prompts, []
+    check = prompt_check([*rewards.reward, *rewards.eval_reward])
     return prompts, load_prompts(settings.data.eval_prompts, check)[: settings.data.eval_num_prompts]
 
 

@@ -124,26 +124,41 @@ class Updater:
                 out.append(_Decisions(rows, column, latents, time, conditions))
         return out
 
-    def inputs(self, decisions: _Decisions, conditions: Conditions | None = None) -> DenoiserInput:
-        """The network's input for a micro-batch, with other conditions than its own where given."""
-        return joined_input(
-            decisions.latents,
-            decisions.time,
-            conditions or decisions.conditions,
-            self.policy.family.modality,
-            self.policy.shape.grid,
-        )
+    def inputs(self, decisions: Sequence[_Decisions]) -> list[DenoiserInput]:
+        """The network's inputs: both branches of guidance, or the conditional one where the other gets no gradient."""
+        return [
+            self._input(one, one.conditions.only_conditional() if self.guidance.detached else one.conditions)
+            for one in decisions
+        ]
+
+    def unconditional_velocities(self, decisions: Sequence[_Decisions]) -> list[torch.Tensor | None]:
+        """The branch that gets no gradient, run without a graph with the present weights; None on earlier stages."""
+        if not self.guidance.detached:
+            return [None] * len(decisions)
+        outputs = self.policy.evaluate([self._input(one, one.conditions.only_unconditional()) for one in decisions])
+        return list(outputs) or [None] * len(decisions)
+
+    def _input(self, decisions: _Decisions, conditions: Conditions) -> DenoiserInput:
+        family = self.policy.family
+        return joined_input(decisions.latents, decisions.time, conditions, family.modality, self.policy.shape.grid)
 
     def _reference_velocities(self, decisions: Sequence[_Decisions]) -> list[torch.Tensor | None]:
-        """Guided velocities of the reference weights on the last stage; None elsewhere or without a reference."""
+        """Guided velocities of the reference weights on the last stage; None elsewhere or without a reference.
+
+        The branches are run as in training, so that equal weights give equal bits and a KL of exactly zero.
+        """
         if not self.algorithm.needs.reference:
             return [None] * len(decisions)
         assert self.reference is not None
         with self.timers.phase("reference"), self.reference.in_place():
-            outputs = self.policy.evaluate([self.inputs(one) for one in decisions])
-        family = self.policy.family
-        velocities = [guided_velocity(family, output, self.guidance, None) for output in outputs]
-        return list(velocities) or [None] * len(decisions)
+            unconditional = self.unconditional_velocities(decisions)
+            outputs = self.policy.evaluate(self.inputs(decisions))
+        if not outputs:
+            return [None] * len(decisions)
+        return [
+            guided_velocity(self.policy.family, output, self.guidance, other)
+            for output, other in zip(outputs, unconditional, strict=True)
+        ]
 
     def _metrics(self, records: list[tuple[list[Statistics], StepResult]], segment: FlowSegment) -> dict[str, float]:
         """Reduce the statistics over replicas and share them; one reduction of sums and one of maxima an iteration."""
@@ -202,28 +217,17 @@ class _UpdateStep:
     ) -> tuple[list[Statistics], StepResult]:
         """Forward and backward over the micro-batches, then the optimizer. `count`: global number of decisions."""
         updater = self.updater
-        unconditional = self._unconditional_velocities(decisions)
-        inputs = [
-            updater.inputs(one, one.conditions.only_conditional() if updater.guidance.detached else None)
-            for one in decisions
-        ]
+        unconditional = updater.unconditional_velocities(decisions)
         updater.optimizer.zero_grad()
 
         def loss_of(index: int, output: torch.Tensor) -> tuple[torch.Tensor, Statistics]:
             return self._loss(decisions[index], output, reference[index], unconditional[index], count)
 
-        statistics = updater.policy.train(inputs, loss_of)
+        statistics = updater.policy.train(updater.inputs(decisions), loss_of)
         self._check(statistics, is_first)
         result = updater.optimizer.step()
         self.moved = result.grad_norm > 0 and result.learning_rate > SMALLEST_MOVE
         return statistics, result
-
-    def _unconditional_velocities(self, decisions: Sequence[_Decisions]) -> list[torch.Tensor | None]:
-        """The branch that gets no gradient, run without a graph with the weights of this update."""
-        if not self.updater.guidance.detached:
-            return [None] * len(decisions)
-        inputs = [self.updater.inputs(one, one.conditions.only_unconditional()) for one in decisions]
-        return list(self.updater.policy.evaluate(inputs)) or [None] * len(decisions)
 
     def _loss(
         self,
@@ -284,8 +288,8 @@ class _UpdateStep:
             )
         if self.moved and not ratio_moved:
             raise TrainingError(
-                "the weights moved, yet every probability ratio is still exactly 1: the old log-probs follow the policy "
-                "instead of staying those of the rollout"
+                "the weights moved, yet every probability ratio is still exactly 1: the old log-probs follow the "
+                "policy instead of staying those of the rollout"
             )
         if diverged:
             raise TrainingError(

@@ -39,15 +39,15 @@ LAYOUTS = {
     "DP2": Layout(),
     "DP2-DO": Layout(distributed_optimizer=True),
 }
-WRITERS = ("TP2", "PP2", "DP2", "DP2-DO")
-READERS = {"float32": ("TP2", "PP2", "DP2", "DP2-DO"), "bf16": ("PP2", "DP2-DO")}
-"""Layouts that every writer's checkpoint is loaded under, by precision."""
+WRITERS = {"float32": ("TP2", "PP2", "DP2", "DP2-DO"), "bf16": ("TP2", "DP2-DO")}
+READERS = {"float32": ("TP2", "PP2", "DP2-DO"), "bf16": ("PP2", "DP2-DO")}
+"""Layouts that every writer's checkpoint is loaded under."""
 
 
 def main(folder: Path) -> None:
     (folder / "dumps").mkdir(exist_ok=True)
     for precision, readers in READERS.items():
-        for writer in WRITERS:
+        for writer in WRITERS[precision]:
             with_layout(writer, lambda groups: write(folder, groups, writer, precision))  # noqa: B023 - called at once
         for reader in readers:
             with_layout(reader, lambda groups: read(folder, groups, reader, precision))  # noqa: B023 - called at once
@@ -103,7 +103,7 @@ def export_pipeline_once(folder: Path, trainee: Trainee, name: str) -> None:
 
 def read(folder: Path, groups: ParallelGroups, name: str, precision: str) -> None:
     """Load every writer's checkpoint, then two steps."""
-    for writer in WRITERS:
+    for writer in WRITERS[precision]:
         trainee = build(folder, groups, name, precision)
         for parameter in trainee.policy.stage.parameters():
             parameter.data.fill_(7.0)

@@ -26,7 +26,7 @@ from tests.single_process import single_process  # noqa: F401 - a fixture
 from tests.small_training import build_trainee
 from tests.tiny import make_transformer, save_folder
 
-CASES = [(precision, writer) for precision in READERS for writer in WRITERS]
+CASES = [(precision, writer) for precision in READERS for writer in WRITERS[precision]]
 # Summed in another order; two steps on, and bf16 rounds each weight.
 TOLERANCE = {"float32": 1e-5, "bf16": 8e-3}
 
@@ -113,7 +113,7 @@ def test_a_single_process_loads_and_exports_have_the_weights(
 @pytest.mark.parametrize("precision", READERS)
 def test_writers_agree_on_what_they_saved(precision: str, folder: Path) -> None:
     """All trained on the same data, so what they saved is one model to rounding: no layout trains another one."""
-    first, *others = (assemble(folder, f"{precision}-{writer}-saved", writer) for writer in WRITERS)
+    first, *others = (assemble(folder, f"{precision}-{writer}-saved", writer) for writer in WRITERS[precision])
     for other, (key, value) in product(others, first.items()):
         if key.startswith("weight/"):
             error = float((other[key].float() - value.float()).norm() / value.float().norm())

@@ -35,7 +35,7 @@ BF16_ROLLOUT = "rollout-conditional-sde-bf16"
 LAUNCHES = {
     1: {"ONE": ["plain", "both", "conditional", "masked", "bf16", *ROLLOUTS, BF16_ROLLOUT]},
     2: {
-        "TP2": ["plain", "both", "conditional", "bf16", *ROLLOUTS],
+        "TP2": ["plain", "both", "conditional", "bf16", *ONE_OF_EACH],
         "TP2-SP": ["plain", "both", "conditional", *ROLLOUTS, BF16_ROLLOUT],
         "PP2": ["plain", "both", "conditional", "bf16", *ROLLOUTS, BF16_ROLLOUT],
         "DP2": ["plain", "both", "conditional", "masked", *ONE_OF_EACH],

@@ -35,7 +35,7 @@ class Stamps(ToyComponents):
 
 
 class Pool:
-    """Scores a prompt by its length and refuses some."""
+    """Scores a prompt by its length, and by its square for watching only; refuses some."""
 
     def __init__(self, refused: tuple[str, ...] = ()) -> None:
         self.refused = refused
@@ -49,7 +49,11 @@ class Pool:
         return [
             Reward(None, failure="refused")
             if prompt in self.refused
-            else Reward(float(len(prompt)), {"length": float(len(prompt))}, {"length": prompt.upper()})
+            else Reward(
+                value=float(len(prompt)),
+                parts={"length": float(len(prompt)), "square": float(len(prompt) ** 2)},
+                texts={"length": prompt.upper(), "square": ""},
+            )
             for prompt in self.prompts
         ]
 
@@ -80,7 +84,8 @@ def test_an_evaluation_repeats_itself_and_sees_the_weights_move(engine: Engine) 
 def test_a_failed_prompt_is_left_out_and_counted(engine: Engine) -> None:
     result = evaluate(engine, "three", "four")
     assert result.failed == 2 and result.prompts == PROMPTS
-    assert result.rewards == {"reward": pytest.approx(10 / 3), "length": pytest.approx(10 / 3)}
+    means = {"reward": (3 + 3 + 4) / 3, "length": (3 + 3 + 4) / 3, "square": (9 + 9 + 16) / 3}
+    assert result.rewards == pytest.approx(means)
     assert result.captions[0] == "one -> ONE" and result.captions[2] == "three -> ?"
 
 

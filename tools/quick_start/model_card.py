@@ -14,9 +14,9 @@ pipeline_tag: text-to-image
 # qwen_image_tiny
 
 A complete Qwen-Image pipeline (`QwenImagePipeline`: tokenizer, text encoder, transformer, autoencoder, scheduler) of
-{million_parameters:.1f} M parameters, so small that reinforcement learning on it runs on two CPU cores. It draws three
-digits in 16 x 32 pixel pictures, and was stopped early on purpose: it is the base that the quick start improves with
-the reward of a text recogniser.
+{million_parameters:.1f} M parameters, so small that reinforcement learning on it runs on two CPU cores. It draws
+three digits in 16 x 32 pixel pictures, and was stopped early on purpose: it is the base that the quick start improves
+with the reward of a text recogniser.
 
 ```python
 from diffusers import DiffusionPipeline
@@ -30,12 +30,15 @@ classifier-free guidance has no meaning here.
 
 ## How it was made
 
-`{command}`, on {threads} CPU thread(s) of a busy machine: {vae_minutes:.0f} minutes for the autoencoder and
-{base_minutes:.0f} for the base. The seed and the number of threads determine the weights, on the same kind of machine
-and the same versions of the libraries.
+```bash
+{command}
+```
 
-- Corpus: {pictures:,} renders of the {strings} strings of the training split in Pillow's built-in font (Aileron,
-  CC0), in grey levels, with random size, position and contrast. The splits are in `{prompts}/digits_*.txt`.
+It took {vae_minutes:.0f} minutes for the autoencoder and {base_minutes:.0f} for the base, with {threads} threads on a
+busy machine. Seed and threads determine the weights, on the same kind of machine with the same library versions.
+
+- Corpus: {pictures:,} renders of the {strings} strings of the training split in Pillow's built-in font (Aileron, CC0),
+  in grey levels, with random size, position and contrast. The splits are in `{prompts}/digits_*.txt`.
 - Autoencoder: `AutoencoderKLQwenImage`, {vae_steps} steps. Loss: L1 + MSE of the pixels and L1 of their differences,
   with noise of {latent_noise} standard deviations on the latents. It was trained on single pictures: its kernels are
   zero where they would see earlier video frames.

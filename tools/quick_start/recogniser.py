@@ -5,10 +5,10 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
-import Levenshtein
 import numpy as np
 import onnxruntime
 from PIL import Image
+from rapidfuzz.distance import Levenshtein
 
 LINE_HEIGHT = 48  # pixels: what the recognisers were trained on
 BATCH = 16
