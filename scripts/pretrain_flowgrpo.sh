@@ -8,10 +8,10 @@
 #   scripts/pretrain_flowgrpo.sh --config FILE.yaml ...        the same from a file (configs/recipes/)
 #   scripts/pretrain_flowgrpo.sh --help                        all flags
 #
-# Processes, by torchrun's usual variables: NPROC_PER_NODE (default 1; the quick start
-# takes 2 on a CPU), NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT.
-# On several machines start it on each one with the same values and its own NODE_RANK. The first run on a machine makes
-# .venv (scripts/setup.sh); OMNI_PYTHON names an interpreter to use instead. The quick start runs in the repository's folder, everything else in the folder it is called from.
+# Processes, by torchrun's usual variables: NPROC_PER_NODE (default 1; the quick start takes 2 on a CPU), NNODES,
+# NODE_RANK, MASTER_ADDR, MASTER_PORT. On several machines start it on each one with the same values and its own
+# NODE_RANK. The first run on a machine makes .venv (scripts/setup.sh); OMNI_PYTHON names an interpreter to use
+# instead. The quick start runs in the repository's folder, everything else in the folder it is called from.
 set -euo pipefail
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"

@@ -144,6 +144,11 @@ class RewardPool:
         for thread in self._threads:
             thread.start()
 
+    @property
+    def weighted(self) -> list[str]:
+        """Names of the scorers that make up the reward."""
+        return self._names[: len(self._weights)]
+
     def submit(self, images: np.ndarray, prompts: Sequence[str], *, watch: bool = False) -> RewardHandle:
         """Score uint8 RGB `images` [B, H, W, 3], one prompt each, while the caller goes on.
 
@@ -155,7 +160,7 @@ class RewardPool:
                 f"rewards need uint8 pictures [B, H, W, 3] and B prompts, got {images.dtype} {list(images.shape)} "
                 f"and {len(prompts)} prompts"
             )
-        asked = self._names if watch else self._names[: len(self._weights)]
+        asked = self._names if watch else self.weighted
         handle = RewardHandle(np.array(images, order="C"), list(prompts), asked, self._weights)
         with self._lock:
             if self._closed is not None:

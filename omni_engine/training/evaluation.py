@@ -104,8 +104,9 @@ class Evaluator:
             raise TrainingError(f"no held-out prompt could be scored; the last reason was: {rewards[-1].failure}")
         means = {"reward": float(np.mean([reward.value for reward in scored if reward.value is not None]))}
         names = {name for reward in rewards for name in reward.parts}
-        # A single scorer of weight 1 is the reward itself.
-        for name in sorted(names if len(names) > 1 else ()):
+        if self.pool is not None and len(self.pool.weighted) == 1:
+            names -= set(self.pool.weighted)  # it is the reward itself
+        for name in sorted(names):
             means[name] = float(np.mean([reward.parts[name] for reward in rewards if name in reward.parts]))
         images = np.concatenate([part[2] for part in parts])[:PICTURES]
         captions = [
