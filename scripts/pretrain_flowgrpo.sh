@@ -75,6 +75,6 @@ else
     DISTRIBUTED_ARGS=(--nnodes "$NNODES" --node-rank "${NODE_RANK:-0}" --master-addr "${MASTER_ADDR:-localhost}"
         --master-port "${MASTER_PORT:-29500}")
 fi
-# torchrun of the same interpreter
-exec "$PYTHON" -m torch.distributed.run --nproc-per-node "$NPROC_PER_NODE" "${DISTRIBUTED_ARGS[@]}" \
+# torchrun of the same interpreter, with a plain last word
+exec "$PYTHON" -m omni_engine.launch --nproc-per-node "$NPROC_PER_NODE" "${DISTRIBUTED_ARGS[@]}" \
     -m omni_engine.pretrain_flowgrpo "${ARGS[@]}"

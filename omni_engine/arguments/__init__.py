@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from omni_engine.arguments.algorithm import AlgorithmSettings
 from omni_engine.arguments.checkpoint import CheckpointSettings
+from omni_engine.arguments.checkpoint_folder import newest_iteration, where_to_continue
 from omni_engine.arguments.data import DataSettings
 from omni_engine.arguments.faults import Fault, SettingsError
 from omni_engine.arguments.logging import LoggingSettings
@@ -37,7 +38,9 @@ __all__ = [
     "SettingsError",
     "TrainingSettings",
     "load_settings",
+    "newest_iteration",
     "parse_settings",
     "settings_from_dict",
     "validate",
+    "where_to_continue",
 ]

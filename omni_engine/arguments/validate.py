@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from omni_engine.arguments.checkpoint_folder import TRACKER_FILE
 from omni_engine.arguments.faults import Fault
 from omni_engine.arguments.flag import plain_text
 from omni_engine.arguments.pipeline_folder import PipelineFacts, read_pipeline_facts
@@ -225,8 +226,8 @@ def _check_inputs(rules: _Rules) -> None:
     remedy = "Give the --save folder of a run that has saved, or leave --load out to start from --model"
     if not Path(load).is_dir():
         rules.refuse(["load"], "no such folder", remedy)
-    elif not (Path(load) / "latest_checkpointed_iteration.txt").is_file():
-        rules.refuse(["load"], "holds no latest_checkpointed_iteration.txt", remedy)
+    elif not (Path(load) / TRACKER_FILE).is_file():
+        rules.refuse(["load"], f"holds no {TRACKER_FILE}", remedy)
 
 
 def _check_outputs(rules: _Rules) -> None:

@@ -21,9 +21,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from omni_engine.arguments.checkpoint_folder import TRACKER_FILE, newest_iteration
 from omni_engine.checkpoint.errors import CheckpointError
 
-TRACKER_FILE = "latest_checkpointed_iteration.txt"
 CHUNK = 2**24
 
 
@@ -53,16 +53,10 @@ def latest_iteration(root: str | Path) -> int | None:
     Raises:
         CheckpointError: the tracker file cannot be read or holds no number.
     """
-    file = Path(root) / TRACKER_FILE
     try:
-        text = file.read_text(encoding="utf-8").strip()
-    except FileNotFoundError:
-        return None
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{file} cannot be read: {error}") from error
-    if not re.fullmatch(r"\d{1,18}", text):
-        raise CheckpointError(f"{file} should hold the number of an iteration, not '{text[:40]}'; write it there")
-    return int(text)
+        return newest_iteration(root)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
 
 
 def find_checkpoint(root: Path, iteration: int | None) -> tuple[int, Path]:

@@ -97,6 +97,12 @@ class Platform(ABC):
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux KiB
 
+    def is_lost_peer(self, error: BaseException) -> bool:
+        """Whether a collective failed because another process is gone or does not answer."""
+        import torch
+
+        return isinstance(error, torch.distributed.DistError)
+
     def validate(self, settings: ParallelChoices) -> list[str]:
         """The faults of the parallel settings on this platform, each with its remedy; empty if there are none."""
         if settings.platform in ("auto", self.name):

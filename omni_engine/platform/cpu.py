@@ -45,6 +45,10 @@ class CpuPlatform(Platform):
     def reset_peak(self) -> None:
         """The system keeps one peak, that of the life of the process."""
 
+    def is_lost_peer(self, error: BaseException) -> bool:
+        # gloo throws plain RuntimeErrors, which name the source file: ".../gloo/transport/tcp/pair.cc:553] Connection ..."
+        return super().is_lost_peer(error) or (isinstance(error, RuntimeError) and "gloo/transport/" in str(error))
+
     def validate(self, settings: ParallelChoices) -> list[str]:
         faults = super().validate(settings)
         if not torch.distributed.is_gloo_available():

@@ -12,11 +12,12 @@ from typing import Any
 from omni_engine.algorithms import build_algorithm
 from omni_engine.arguments import RolloutSettings, Settings
 from omni_engine.checkpoint import (
+    check_export_target,
     check_same_run,
     export_pipeline,
-    latest_iteration,
     load_checkpoint,
     load_transformer,
+    read_state,
     save_checkpoint,
 )
 from omni_engine.data import PromptSampler, load_prompts
@@ -124,10 +125,11 @@ def build_run(settings: Settings, groups: ParallelGroups) -> Run:
         ValueError, FileNotFoundError: a prompt file or the model folder is at fault.
         CheckpointError, RewardError, LoggingError: of those parts.
     """
-    load = None if settings.checkpoint.load is None else Path(settings.checkpoint.load)
-    resumed = None if load is None else latest_iteration(load)
-    directory = open_run_directory(settings.run_dir, rank=groups.rank, resumed_iteration=resumed)
     prompts, held_out = _read_prompts(settings)
+    sampler = PromptSampler(len(prompts), settings.rollout.prompts_per_step, settings.training.seed)
+    identity = _identity(settings, prompts)
+    resumed = _check_folders(settings, identity)
+    directory = open_run_directory(settings.run_dir, rank=groups.rank, resumed_iteration=resumed)
     family = build_family(settings.model.model_family, settings.model.model)
     height, width = settings.model.height, settings.model.width
     policy = Policy(family, groups, settings.model, settings.parallel)
@@ -135,9 +137,8 @@ def build_run(settings: Settings, groups: ParallelGroups) -> Run:
     algorithm = build_algorithm(settings.algorithm)
     reference = ReferenceWeights(policy.stage) if algorithm.needs.reference else None
     optimizer = PolicyOptimizer(policy, settings.optimizer, settings.parallel, settings.training.train_iters)
-    identity = _identity(settings, prompts)
-    if load is not None:
-        check_same_run(load_checkpoint(load, policy, optimizer).state, identity)
+    if settings.checkpoint.load is not None:
+        load_checkpoint(settings.checkpoint.load, policy, optimizer, resumed)
     components = family.load_components(settings.model.max_text_tokens) if groups.is_model_source else None
     encoder = PromptEncoder(components, groups, settings.rollout.negative_prompt)
     engine = NativeRollout(policy, encoder, components, height, width)
@@ -167,7 +168,7 @@ def build_run(settings: Settings, groups: ParallelGroups) -> Run:
         rewards=RewardCollector(pool, groups),
         evaluator=evaluator,
         prompts=prompts,
-        sampler=PromptSampler(len(prompts), settings.rollout.prompts_per_step, settings.training.seed),
+        sampler=sampler,
         schedule=family.schedule(settings.rollout.num_inference_steps, height, width),
         logger=logger,
         directory=directory,
@@ -186,6 +187,21 @@ def _read_prompts(settings: Settings) -> tuple[list[str], list[str]]:
         return prompts, []
     check = prompt_check([*rewards.reward, *rewards.eval_reward])
     return prompts, load_prompts(settings.data.eval_prompts, check)[: settings.data.eval_num_prompts]
+
+
+def _check_folders(settings: Settings, identity: dict[str, Any]) -> int | None:
+    """Refuse a checkpoint of another run, and an export that could not be written at the end, before any work is done.
+
+    Returns: the iteration to resume from, None for a fresh run.
+    """
+    checkpoint = settings.checkpoint
+    if checkpoint.export_hf is not None:
+        check_export_target(Path(settings.model.model), Path(checkpoint.export_hf))
+    if checkpoint.load is None:
+        return None
+    saved = read_state(checkpoint.load)
+    check_same_run(saved.state, identity)
+    return saved.iteration
 
 
 def _open_pool(settings: Settings, groups: ParallelGroups, components: Components | None) -> RewardPool | None:

@@ -21,13 +21,13 @@ pytestmark = pytest.mark.fast
 
 @pytest.mark.parametrize("bf16", [False, True])
 def test_the_pipeline_has_the_trained_weights(
-    bf16: bool, tmp_path: Path, model_folder: Path, single_process: ParallelGroups, capsys: pytest.CaptureFixture[str]
+    bf16: bool, tmp_path: Path, small_folder: Path, single_process: ParallelGroups, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    trainee = build_trainee(model_folder, single_process, bf16=bf16)
+    trainee = build_trainee(small_folder, single_process, bf16=bf16)
     trainee.train(0)
     save_checkpoint(tmp_path / "run", 1, trainee.policy, trainee.optimizer, {})
     out = tmp_path / "out"
-    flags = ["--checkpoint", str(tmp_path / "run"), "--model", str(model_folder), "--out", str(out)]
+    flags = ["--checkpoint", str(tmp_path / "run"), "--model", str(small_folder), "--out", str(out)]
     assert main(flags) == 0
     assert "iteration 1 of" in capsys.readouterr().out
     dtype = torch.bfloat16 if bf16 else torch.float32
@@ -38,7 +38,7 @@ def test_the_pipeline_has_the_trained_weights(
             assert exported[name].dtype == piece.dtype == dtype
             assert torch.equal(exported[name], piece), name
 
-    other = save_folder(make_transformer(layers=1), tmp_path / "other")
+    other = save_folder(make_transformer(layers=2), tmp_path / "other")
     flags = ["--checkpoint", str(tmp_path / "run"), "--model", str(other), "--out", str(tmp_path / "out2")]
     assert main(flags) == 1
     assert "is not of the model in" in capsys.readouterr().err

@@ -46,7 +46,7 @@ def launch(tmp_path: Path, *flags: str, **variables: str) -> subprocess.Complete
 def test_without_arguments_it_is_the_quick_start_on_one_process(tmp_path: Path) -> None:
     out = launch(tmp_path).stdout
     assert "checked for 1 processes" in out
-    assert f"in {ROOT}: -m torch.distributed.run --nproc-per-node 1 --standalone" in out
+    assert f"in {ROOT}: -m omni_engine.launch --nproc-per-node 1 --standalone" in out
     assert out.rstrip().endswith("-m omni_engine.pretrain_flowgrpo --config configs/recipes/quick_start.yaml")
 
 
@@ -78,7 +78,7 @@ def test_several_machines_follow_the_usual_variables(tmp_path: Path) -> None:
 def test_refused_settings_start_nothing(tmp_path: Path) -> None:
     finished = launch(tmp_path, CHECK_STATUS="2")
     assert finished.returncode == 2
-    assert "torch.distributed.run" not in finished.stdout
+    assert "omni_engine.launch" not in finished.stdout
 
 
 def test_help_starts_no_processes(tmp_path: Path) -> None:
