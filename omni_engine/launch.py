@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torchrun with a plain last word: `python -m omni_engine.launch TORCHRUN-OPTIONS -m omni_engine.pretrain_flowgrpo ...`.
+"""torchrun with a plain last word: `python -m omni_engine.launch OPTIONS -m omni_engine.pretrain_flowgrpo FLAGS`.
 
 torchrun itself ends a failed job with a traceback of its own code. Here the last lines say which process ended and
 how (one that the system kills cannot say so itself), and from which checkpoint the run continues.

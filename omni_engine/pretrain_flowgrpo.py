@@ -53,12 +53,13 @@ def _stop(number: int, frame: FrameType | None) -> None:
 
 
 def _train(settings: Settings) -> None:
+    # Megatron tells at its import which optional packages it does without.
+    warnings.filterwarnings("ignore", module="megatron")
     # Imported here: importing Megatron-core needs the platform, which the settings choose.
     from omni_engine.parallel import destroy, initialize
     from omni_engine.training.loop import train
     from omni_engine.training.run import build_run
 
-    warnings.filterwarnings("ignore", module="megatron")
     platform = get_platform()
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     platform.set_device(local_rank)

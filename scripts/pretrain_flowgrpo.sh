@@ -22,7 +22,7 @@ NNODES="${NNODES:-1}"
 if [[ -z "${OMNI_PYTHON:-}" ]]; then
     "$ROOT/scripts/setup.sh"
 elif ! command -v "$PYTHON" > /dev/null; then
-    echo "pretrain_flowgrpo: OMNI_PYTHON=$OMNI_PYTHON: no such program" >&2
+    echo "pretrain_flowgrpo: OMNI_PYTHON=$OMNI_PYTHON: no such program (without it scripts/setup.sh makes .venv)" >&2
     exit 1
 fi
 export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"

@@ -32,7 +32,9 @@ class AlgorithmSettings:
     )
     advantage_epsilon: float = flag(1e-4, at_least=0, source="flow_grpo", help="Added to the standard deviation.")
     advantage_std_floor: float = flag(
-        0.0, at_least=0, help="A standard deviation below this counts as no spread at all: those samples get advantage 0."
+        0.0,
+        at_least=0,
+        help="A standard deviation below this counts as no spread at all: those samples get advantage 0.",
     )
     advantage_clip: float = flag(5.0, above=0, source="flow_grpo", help="Advantages are clamped to [-clip, clip].")
     kl_coef: float = flag(

@@ -32,7 +32,9 @@ def newest_iteration(root: str | Path) -> int | None:
 
 def where_to_continue(settings: Settings) -> str:
     """What is left of a run that has ended early: its newest whole checkpoint, or the one that it was resumed from."""
-    for folder in filter(None, (settings.save_dir, settings.checkpoint.load)):
+    for folder in (settings.save_dir, settings.checkpoint.load):
+        if folder is None:
+            continue
         try:
             iteration = newest_iteration(folder)
         except ValueError as error:

@@ -42,7 +42,7 @@ def on_all_ranks(trouble: str) -> Iterator[None]:
     dist.all_gather_object(reasons, reason)
     # One fault that all ranks see is told once.
     distinct = {reason: rank for rank, reason in reversed(list(enumerate(reasons))) if reason is not None}
-    told = "; ".join(text if len(reasons) == 1 else f"rank {rank}: {text}" for text, rank in distinct.items())
+    told = "; ".join(text if len(distinct) == 1 else f"rank {rank}: {text}" for text, rank in distinct.items())
     raise CheckpointError(told) from fault
 
 

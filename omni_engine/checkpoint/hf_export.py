@@ -32,7 +32,8 @@ def export_pipeline(
 ) -> None:
     """Write the trained policy as a pipeline folder, in the parameters' dtype.
 
-    A collective of one model replica's ranks, that of global rank 0, which writes. One tensor at a time is held whole.
+    A collective of one model replica's ranks, that of global rank 0, which writes. Tensors are gathered one by one; the
+    writer's host holds up to SHARD_BYTES of them.
 
     Raises:
         CheckpointError: on rank 0, the folder cannot be written; the others have done their part all the same.

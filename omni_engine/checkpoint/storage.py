@@ -36,8 +36,12 @@ from torch.distributed.checkpoint import (
     FileSystemReader,
     FileSystemWriter,
     Metadata,
+    SavePlan,
+    SavePlanner,
 )
 from torch.distributed.checkpoint.metadata import StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from omni_engine.checkpoint.errors import CheckpointError, some
 from omni_engine.parallel import ParallelGroups
@@ -96,10 +100,19 @@ def _for_torch(tensors: Sequence[ShardedTensor]) -> dict[str, Any]:
 
 
 class _Writer(FileSystemWriter):
-    """Torch's writer, which keeps the temporary folder's path out of the table of contents."""
+    """Torch's writer, which keeps the temporary folder's path out of the table of contents and says why it failed."""
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta()
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            # Closing the archive after a failed write fails too, which hides that the disk is full.
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
 
 
 class _SaveInProcess(SaveShardedStrategy):

@@ -24,9 +24,11 @@ class QwenImageComponents:
             pipeline = QwenImagePipeline.from_pretrained(
                 folder, transformer=None, local_files_only=True, use_safetensors=True
             )
-        except (OSError, ValueError, KeyError) as error:
+        # For a damaged file the libraries raise about anything, from OSError to Exception itself.
+        except Exception as error:
             raise ValueError(
-                f"{folder}: the text encoder, tokenizer or autoencoder cannot be loaded: {error}"
+                f"{folder}: the text encoder, tokenizer or autoencoder cannot be loaded ({type(error).__name__}: "
+                f"{error}); a file may be missing or truncated: copy or download the folder again"
             ) from error
         self.pipeline = pipeline.to(get_platform().device())
         self.pipeline.text_encoder.requires_grad_(False).eval()

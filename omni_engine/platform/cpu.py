@@ -46,7 +46,7 @@ class CpuPlatform(Platform):
         """The system keeps one peak, that of the life of the process."""
 
     def is_lost_peer(self, error: BaseException) -> bool:
-        # gloo throws plain RuntimeErrors, which name the source file: ".../gloo/transport/tcp/pair.cc:553] Connection ..."
+        # gloo throws plain RuntimeErrors that name a file: "[.../gloo/transport/tcp/pair.cc:553] Connection closed".
         return super().is_lost_peer(error) or (isinstance(error, RuntimeError) and "gloo/transport/" in str(error))
 
     def validate(self, settings: ParallelChoices) -> list[str]:

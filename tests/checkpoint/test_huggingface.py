@@ -17,10 +17,11 @@ from safetensors.torch import load_file, save_file
 
 from omni_engine.arguments import ModelSettings, ParallelSettings
 from omni_engine.checkpoint import CheckpointError, export_pipeline, hf_export, load_transformer
-from omni_engine.checkpoint.huggingface import INDEX_FILE, SINGLE_FILE
+from omni_engine.checkpoint.huggingface import INDEX_FILE, SINGLE_FILE, SafetensorsFolder
 from omni_engine.models import build_family
 from omni_engine.models.policy import Policy
 from omni_engine.parallel import ParallelGroups
+from tests.full_disk import full_disk
 from tests.tiny import make_transformer, save_folder
 
 pytestmark = pytest.mark.fast
@@ -114,7 +115,7 @@ def test_export_overwrites_neither_its_source_nor_a_folder_of_something_else(
     assert (tmp_path / "photos" / "cat.png").exists()
 
 
-def test_export_that_cannot_be_written_leaves_nothing(
+def test_export_that_cannot_be_written_leaves_what_was_there(
     folder: Path, tmp_path: Path, single_process: ParallelGroups
 ) -> None:
     policy = policy_of(folder, single_process)
@@ -123,6 +124,13 @@ def test_export_that_cannot_be_written_leaves_nothing(
     with pytest.raises(CheckpointError, match="cannot be written"):
         export(policy, folder, tmp_path / "file" / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "model"]
+    (tmp_path / "file").unlink()
+    export(policy, folder, tmp_path / "out")
+    for limit in (0, 20_000):
+        with pytest.raises(CheckpointError, match="cannot be written"), full_disk(limit):
+            export(policy, folder, tmp_path / "out")
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out"]
+        load(policy, tmp_path / "out")
 
 
 def rewrite(folder: Path, **changes: torch.Tensor | None) -> None:
@@ -169,7 +177,5 @@ def test_a_damaged_folder_is_refused(fault: str, folder: Path, single_process: P
 
 
 def test_a_model_that_does_not_divide_is_refused(folder: Path) -> None:
-    from omni_engine.checkpoint.huggingface import SafetensorsFolder
-
     with pytest.raises(CheckpointError, match="do not divide over --tensor-model-parallel-size 3"):
         SafetensorsFolder(folder / "transformer").read(NAME, 0, 0, 3)

@@ -91,9 +91,12 @@ def test_a_step_with_learning_rate_zero_after_loading_changes_no_weight(
 def test_a_run_that_has_not_stepped_can_be_saved_and_resumed(
     kind: str, tmp_path: Path, small_folder: Path, single_process: ParallelGroups
 ) -> None:
+    never_saved = build_trainee(small_folder, single_process, **KINDS[kind])
+    never_saved.train(0, 1)
     unbroken = build_trainee(small_folder, single_process, **KINDS[kind])
     save(unbroken, tmp_path, iteration=0)
     unbroken.train(0, 1)
+    assert_equal(unbroken.weights(), never_saved.weights())
     resumed = build_trainee(small_folder, single_process, **KINDS[kind])
     load(resumed, tmp_path)
     resumed.train(0, 1)

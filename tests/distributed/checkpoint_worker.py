@@ -9,9 +9,9 @@ the test to put together: this file gathers nothing, so a fault of the engine's 
 
 from __future__ import annotations
 
-import resource
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 from omni_engine.arguments import ParallelSettings
 from omni_engine.checkpoint import CheckpointError, export_pipeline, latest_iteration, load_checkpoint, save_checkpoint
 from omni_engine.parallel import ParallelGroups, destroy, initialize
+from tests.full_disk import full_disk
 from tests.small_training import Trainee, build_trainee
 
 
@@ -119,16 +120,13 @@ def fail(folder: Path, groups: ParallelGroups) -> None:
     root = folder / "full"
     save_checkpoint(root, 1, trainee.policy, trainee.optimizer, {})
     before = sorted((path.name, path.stat().st_mtime_ns) for path in root.rglob("*"))
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     for full_rank in (0, 1):
-        if groups.rank == full_rank:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
         try:
-            save_checkpoint(root, 2, trainee.policy, trainee.optimizer, {})
+            with full_disk(10_000) if groups.rank == full_rank else nullcontext():
+                save_checkpoint(root, 2, trainee.policy, trainee.optimizer, {})
             raise AssertionError(f"rank {groups.rank} saved though the disk of rank {full_rank} was full")
         except CheckpointError as error:
             assert f"(rank {full_rank})" in str(error), error
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         dist.barrier()
         assert sorted((path.name, path.stat().st_mtime_ns) for path in root.rglob("*")) == before
         assert latest_iteration(root) == 1

@@ -37,6 +37,8 @@ class Stamps(ToyComponents):
 class Pool:
     """Scores a prompt by its length, and by its square for watching only; refuses some."""
 
+    weighted = ("length",)
+
     def __init__(self, refused: tuple[str, ...] = ()) -> None:
         self.refused = refused
 
@@ -84,8 +86,8 @@ def test_an_evaluation_repeats_itself_and_sees_the_weights_move(engine: Engine) 
 def test_a_failed_prompt_is_left_out_and_counted(engine: Engine) -> None:
     result = evaluate(engine, "three", "four")
     assert result.failed == 2 and result.prompts == PROMPTS
-    means = {"reward": (3 + 3 + 4) / 3, "length": (3 + 3 + 4) / 3, "square": (9 + 9 + 16) / 3}
-    assert result.rewards == pytest.approx(means)
+    # The one weighted scorer is the reward, so it is not told twice.
+    assert result.rewards == pytest.approx({"reward": (3 + 3 + 4) / 3, "square": (9 + 9 + 16) / 3})
     assert result.captions[0] == "one -> ONE" and result.captions[2] == "three -> ?"
 
 

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
@@ -25,9 +27,34 @@ class QKNorm(torch.nn.Module):
         return weight.expand(tokens, -1, -1, -1, -1)
 
 
+class _NormalizeHeads(torch.autograd.Function):
+    """RMS norm that keeps its input and one number a head for the backward pass, and makes the normed value again.
+
+    With n = x / rms(x): d x = (g w - n mean(g w n)) / rms(x), d w = sum(g n) over samples and heads. Elements in float32.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        wide = x.float()
+        inverse_rms = torch.rsqrt(wide.square().mean(-1, keepdim=True).add_(eps))
+        ctx.save_for_backward(x, weight, inverse_rms)
+        return (wide * inverse_rms).to(x.dtype) * weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        x, weight, inverse_rms = ctx.saved_tensors
+        normed = x.float() * inverse_rms
+        grad_normed = grad.float() * weight.float()
+        along = (grad_normed * normed).mean(-1, keepdim=True)
+        grad_weight = (grad.float() * normed).sum((1, 3), keepdim=True)
+        grad_x = grad_normed.addcmul_(normed, along, value=-1.0).mul_(inverse_rms)
+        return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
+
+
 def normalize_heads(qk: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMS norm of every head. qk [S, B, 2, H, D], weight [S, 1, 2, 1, D] -> shape of qk."""
-    return F.rms_norm(qk, qk.shape[-1:], eps=eps) * weight
+    """RMS norm of every head. qk [S, B, 2, H, D], weight [S, 1, 2, 1, D] -> shape and dtype of qk."""
+    out: torch.Tensor = _NormalizeHeads.apply(qk, weight, eps)
+    return out
 
 
 def joint_attention(qk: torch.Tensor, value: torch.Tensor, key_mask: torch.Tensor | None) -> torch.Tensor:

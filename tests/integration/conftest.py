@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+from tests.single_process import single_process  # noqa: F401 - a fixture
