@@ -30,7 +30,7 @@ class QKNorm(torch.nn.Module):
 class _NormalizeHeads(torch.autograd.Function):
     """RMS norm that keeps its input and one number a head for the backward pass, and makes the normed value again.
 
-    With n = x / rms(x): d x = (g w - n mean(g w n)) / rms(x), d w = sum(g n) over samples and heads. Elements in float32.
+    With n = x / rms(x): d x = (g w - n mean(g w n)) / rms(x), d w = sum(g n) over samples and heads. In float32.
     """
 
     @staticmethod
