@@ -70,8 +70,12 @@ def find_checkpoint(root: Path, iteration: int | None) -> tuple[int, Path]:
     held = f"{root} holds " + (f"iterations {', '.join(map(str, saved))}" if saved else "no checkpoint")
     if chosen is None:
         if not root.is_dir():
-            raise CheckpointError(f"there is no folder {root}; check --load")
-        remedy = f"; write one of them into {TRACKER_FILE}" if saved else "; check --load"
+            raise CheckpointError(f"there is no folder {root}; check the path")
+        if re.fullmatch(r"iter_\d+", root.name):
+            raise CheckpointError(
+                f"{root} is one of several checkpoints; give the folder that holds them, {root.parent}"
+            )
+        remedy = f"; write one of them into {TRACKER_FILE}" if saved else "; check the path"
         raise CheckpointError(f"{root} has no {TRACKER_FILE}, which names the newest checkpoint; {held}{remedy}")
     folder = iteration_folder(root, chosen)
     if not folder.is_dir():

@@ -64,8 +64,9 @@ def test_a_root_without_a_checkpoint_is_refused(root: Path, trainee: Trainee, tm
     (tmp_path / "empty").mkdir()
     (root / folder.TRACKER_FILE).unlink()
     for place, message in (
-        (tmp_path / "nowhere", "there is no folder .*nowhere; check --load"),
+        (tmp_path / "nowhere", "there is no folder .*nowhere; check the path"),
         (tmp_path / "empty", "has no latest_checkpointed_iteration.txt.*holds no checkpoint"),
+        (root / "iter_0000002", f"one of several checkpoints; give the folder that holds them, {root}"),
         (root, "has no latest_checkpointed_iteration.txt.*holds iterations 1, 2; write one of them"),
     ):
         assert latest_iteration(place) is None
