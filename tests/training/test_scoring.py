@@ -2,7 +2,7 @@
 """Invariant: a reward reaches the sample whose picture was scored; a sample without one is masked and counted and its
 value is in no statistic; an iteration without any reward, or a scorer pool that loses one, stops the run.
 
-Not covered: the pool itself (tests/reward), and how rewards travel between processes (tests/distributed has DP2).
+Not covered: the pool itself (tests/reward), and how rewards travel between processes (tests/distributed).
 """
 
 from __future__ import annotations
