@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sys
 
-from tqdm import tqdm  # type: ignore[import-untyped]
+from tqdm import tqdm
 
 
 class Progress:
