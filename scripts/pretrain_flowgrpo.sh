@@ -57,7 +57,8 @@ for argument in "${ARGS[@]}"; do
 done
 # Two data-parallel processes of one thread use two cores better than one process of two threads.
 has_device() { command -v nvidia-smi > /dev/null || command -v npu-smi > /dev/null; }
-if [[ $QUICK_START == 1 && "$(nproc)" -ge 2 ]] && ! has_device; then
+cores() { env -u OMP_NUM_THREADS nproc; } # nproc would take that variable for the number of cores
+if [[ $QUICK_START == 1 && "$(cores)" -ge 2 ]] && ! has_device; then
     NPROC_PER_NODE="${NPROC_PER_NODE:-2}"
 fi
 NPROC_PER_NODE="${NPROC_PER_NODE:-1}"

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trains the autoencoder: AutoencoderKLQwenImage of 0.6 M parameters on 16 x 32 pixel renders, 8 tokens a picture."""
 
 from __future__ import annotations

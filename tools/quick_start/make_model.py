@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Makes the quick-start model: python -m tools.quick_start.make_model --out assets/qwen_image_tiny --seed 0"""
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ import numpy as np
 import torch
 from diffusers import AutoencoderKLQwenImage, FlowMatchEulerDiscreteScheduler, QwenImagePipeline
 
+from omni_engine.reward import Score
+from omni_engine.reward.ocr import Ocr, OcrV4
+
 from .autoencoder import AutoencoderTraining, reconstruct, train_autoencoder
 from .model_card import write_model_card
-from .recogniser import MODELS, Recogniser
 from .render import HEIGHT, WIDTH, prompt_of, render, render_corpus, split_strings
 from .tokenizer_and_text_encoder import HIDDEN, build_text_encoder, build_tokenizer, check_template
 from .transformer import BaseTraining, build_transformer, train_base
@@ -25,6 +28,7 @@ from .transformer import BaseTraining, build_transformer, train_base
 CORPUS_SIZE = 20_000  # pictures
 VALIDATION_PROMPTS = 96
 SAMPLING_STEPS = 10
+RECOGNISERS = {"PP-OCRv6": Ocr, "PP-OCRv4": OcrV4}
 STOP_RECOGNISER = "PP-OCRv6"
 NOISE_SEED = 5  # of the validation pictures, the same in each evaluation
 LOG_FILE = "training_log.json"
@@ -104,17 +108,21 @@ def assemble(vae: AutoencoderKLQwenImage, seed: int) -> QwenImagePipeline:
 class Checker:
     """Scores pictures of the validation prompts by each recogniser."""
 
-    def __init__(self, asked: list[str], threads: int) -> None:
+    def __init__(self, asked: list[str]) -> None:
         self.asked = asked
-        self._recognisers = {name: Recogniser(name, threads) for name in MODELS}
+        self._scorers = {name: scorer() for name, scorer in RECOGNISERS.items()}
 
     def reward(self, recogniser: str, pictures: np.ndarray) -> float:
         """Mean reward by one recogniser of uint8 pictures [N, 16, 32, 3], one of each asked string."""
-        return float(self._recognisers[recogniser].rewards(pictures, self.asked).mean())
+        results = self._scorers[recogniser].score(list(pictures), [prompt_of(string) for string in self.asked])
+        scores = [result.value for result in results if isinstance(result, Score)]
+        if len(scores) < len(results):
+            raise RuntimeError(f"{recogniser} could not score {len(results) - len(scores)} pictures")
+        return float(np.mean(scores))
 
     def rewards(self, pictures: np.ndarray) -> dict[str, float]:
         """The same by each recogniser."""
-        return {name: self.reward(name, pictures) for name in self._recognisers}
+        return {name: self.reward(name, pictures) for name in RECOGNISERS}
 
     def stop_reward(self, pipeline: QwenImagePipeline) -> float:
         """What decides when the base is good enough."""
@@ -164,7 +172,7 @@ def main() -> None:
     split = split_strings()
     write_prompts(arguments.prompts, split)
     strings, pictures = render_corpus(split["train"], CORPUS_SIZE, arguments.seed)
-    checker = Checker(split["validation"][:VALIDATION_PROMPTS], arguments.threads)
+    checker = Checker(split["validation"][:VALIDATION_PROMPTS])
     if not arguments.keep_autoencoder:
         make_autoencoder(arguments.out, pictures, arguments.seed)
     make_base(arguments.out, strings, pictures, checker, arguments.seed)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writes the README of the model folder: what it is, how it was made, what was measured while making it."""
 
 from __future__ import annotations

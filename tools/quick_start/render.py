@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The corpus: three digits in Pillow's built-in font, grey, 16 x 32 pixels; and the split of the 1,000 strings."""
 
 from __future__ import annotations

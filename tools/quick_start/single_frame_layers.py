@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Patch of diffusers (seen in 0.40): the layers of the Qwen-Image autoencoder, faster on a CPU for single frames.
 
 - `QwenImageCausalConv3d`: a causal kernel sees one frame through its last time slice only; the rest multiplies

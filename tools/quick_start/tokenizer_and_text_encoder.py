@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A tokenizer and a text encoder so small that they ship with the repository, of the classes that Qwen-Image uses.
 
 The pipeline wraps each prompt into a chat template and drops the first 34 tokens of the encoding. Here every word of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trains the base: transformer and text encoder together, by flow matching, until the digits are weakly readable."""
 
 from __future__ import annotations
