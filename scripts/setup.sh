@@ -17,7 +17,7 @@ INSTALLING="$VENV/.omni-installing" # present while an install runs, and after o
 
 MODULES=(torch megatron.core diffusers transformers accelerate safetensors numpy PIL psutil yaml tqdm onnxruntime
     rapidfuzz tensorboard matplotlib)
-DEV_MODULES=(pytest pytest_timeout ruff mypy)
+DEV_MODULES=(pytest pytest_timeout xdist ruff mypy)
 
 say() { echo "setup: $*"; }
 fail() { echo "setup: $*" >&2; exit 1; }

@@ -30,6 +30,7 @@ step "$PYTHON" -m ruff check .
 step "$PYTHON" -m ruff format --check .
 step "$PYTHON" -m mypy omni_engine
 step "$PYTHON" -m omni_engine.arguments.reference --check docs/flags.md
-step "$PYTHON" -m pytest -m fast
+# Two processes: the fast tests compute on one core each. The others start processes of their own.
+step "$PYTHON" -m pytest -m fast -n 2
 if [[ $ONLY_FAST == 1 ]]; then exit 0; fi
 step "$PYTHON" -m pytest -m "not fast"

@@ -8,6 +8,7 @@ The interpreter is a stub that prints its arguments. Does not cover the training
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -43,10 +44,17 @@ def launch(tmp_path: Path, *flags: str, **variables: str) -> subprocess.Complete
     )
 
 
-def test_without_arguments_it_is_the_quick_start_on_one_process(tmp_path: Path) -> None:
-    out = launch(tmp_path).stdout
-    assert "checked for 1 processes" in out
-    assert f"in {ROOT}: -m omni_engine.launch --nproc-per-node 1 --standalone" in out
+@pytest.mark.parametrize(("cores", "processes"), [(1, 1), (2, 2), (64, 2)])
+def test_without_arguments_it_is_the_quick_start_on_up_to_two_cores(tmp_path: Path, cores: int, processes: int) -> None:
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    for name in ("bash", "dirname", "env"):  # without nvidia-smi and npu-smi
+        (tools / name).symlink_to(str(shutil.which(name)))
+    (tools / "nproc").write_text(f"#!/usr/bin/env bash\necho {cores}\n")
+    (tools / "nproc").chmod(0o755)
+    out = launch(tmp_path, PATH=str(tools)).stdout
+    assert f"checked for {processes} processes" in out
+    assert f"in {ROOT}: -m omni_engine.launch --nproc-per-node {processes} --standalone" in out
     assert out.rstrip().endswith("-m omni_engine.pretrain_flowgrpo --config configs/recipes/quick_start.yaml")
 
 
