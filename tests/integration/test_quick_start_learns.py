@@ -3,7 +3,9 @@
 trained on; rollout and trainer agree exactly on the way; the run leaves what its README promises; and the exported
 pipeline is the trained policy, which diffusers samples as the engine does.
 
-The margin is @@MARGIN@@
+The margin is half of the smallest rise measured, in one process: from 0.406 by 0.153, 0.139 and 0.149 with the seeds
+1234, 1 and 2; in two processes, as the script starts it on two cores, by 0.153 with the shipped seed 1234. With the
+advantages dealt out at random it fell by 0.097.
 
 Does not cover: the rest of the quick start, how far it gets, other seeds.
 """
@@ -35,7 +37,7 @@ from tests.runs import MODEL, VALIDATION_PROMPTS, metrics, succeeded
 pytestmark = pytest.mark.timeout(3600)
 
 ITERATIONS = 12
-MARGIN = 0.1
+MARGIN = 0.07
 HEIGHT, WIDTH, STEPS, SEED = 16, 32, 10, 5
 
 
@@ -112,7 +114,8 @@ def test_the_exported_weights_are_those_of_the_last_checkpoint(trained: Trained)
 
 
 def test_diffusers_draws_the_picture_that_the_engine_draws(trained: Trained, single_process: ParallelGroups) -> None:
-    """From the same initial latents, within 2 of 255: float32 sums in another order, and the rounding to bytes."""
+    """From the same initial latents, within 1 of 255 for the rounding to bytes. 0 was measured; with 9 or 11 steps for 10
+    the pictures are 3 to 7 apart."""
     from diffusers import DiffusionPipeline
 
     prompts = VALIDATION_PROMPTS.read_text().splitlines()[:3]
@@ -132,7 +135,7 @@ def test_diffusers_draws_the_picture_that_the_engine_draws(trained: Trained, sin
             latents=noise.view(1, tokens, channels),
         ).images[0]
         difference = np.abs(ours[number].astype(int) - np.asarray(theirs).astype(int))
-        assert difference.max() <= 2
+        assert difference.max() <= 1
     assert np.abs(ours[0].astype(int) - ours[1].astype(int)).max() > 100  # the prompts show
 
 
