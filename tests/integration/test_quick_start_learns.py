@@ -114,8 +114,8 @@ def test_the_exported_weights_are_those_of_the_last_checkpoint(trained: Trained)
 
 
 def test_diffusers_draws_the_picture_that_the_engine_draws(trained: Trained, single_process: ParallelGroups) -> None:
-    """From the same initial latents, within 1 of 255 for the rounding to bytes. 0 was measured; with 9 or 11 steps for 10
-    the pictures are 3 to 7 apart."""
+    """From the same initial latents, within 1 of 255 for the rounding to bytes. 0 was measured; with 9 or 11 steps for
+    10 the pictures are 3 to 7 apart."""
     from diffusers import DiffusionPipeline
 
     prompts = VALIDATION_PROMPTS.read_text().splitlines()[:3]
