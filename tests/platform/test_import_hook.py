@@ -17,8 +17,6 @@ import torch
 from omni_engine.platform import get_platform, megatron_hook
 from tests.platform.conftest import RunPython
 
-pytestmark = pytest.mark.fast
-
 
 def _write(root: Path, files: dict[str, str]) -> Path:
     for name, text in files.items():
@@ -28,6 +26,7 @@ def _write(root: Path, files: dict[str, str]) -> Path:
     return root
 
 
+@pytest.mark.fast
 def test_importing_the_package_imports_neither_torch_nor_megatron(run_python: RunPython) -> None:
     result = run_python(
         """
@@ -43,6 +42,7 @@ def test_importing_the_package_imports_neither_torch_nor_megatron(run_python: Ru
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.fast
 def test_looking_for_megatron_does_not_select_a_platform(run_python: RunPython, tmp_path: Path) -> None:
     stubs = _write(tmp_path / "stubs", {"megatron/core/__init__.py": "", "torch.py": "raise SystemExit('imported')"})
     result = run_python(
@@ -57,6 +57,7 @@ def test_looking_for_megatron_does_not_select_a_platform(run_python: RunPython, 
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.fast
 def test_names_that_only_begin_alike_are_left_alone() -> None:
     finder = megatron_hook.MegatronFinder(prepared=True)
     assert finder.find_spec("megatron.core_tools", None) is None
@@ -72,6 +73,7 @@ def test_megatron_first_is_refused_with_the_remedy(run_python: RunPython, tmp_pa
     assert "move `import omni_engine` above" in result.stderr
 
 
+@pytest.mark.fast
 @pytest.mark.skipif(get_platform().name != "cpu", reason="only the CPU platform replaces torch")
 def test_modules_keep_their_own_loader_and_stay_patched_when_reloaded() -> None:
     from megatron.core import jit
@@ -134,6 +136,7 @@ _MINDSPEED = {
 }
 
 
+@pytest.mark.fast
 def test_on_npu_the_adaptor_comes_first_and_megatron_is_loaded_once(run_python: RunPython, tmp_path: Path) -> None:
     result = run_python(
         """
@@ -151,6 +154,7 @@ def test_on_npu_the_adaptor_comes_first_and_megatron_is_loaded_once(run_python: 
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.fast
 def test_on_npu_a_missing_adaptor_is_an_error_each_time_and_none_once_it_is_there(
     run_python: RunPython, tmp_path: Path
 ) -> None:
@@ -177,6 +181,7 @@ def test_on_npu_a_missing_adaptor_is_an_error_each_time_and_none_once_it_is_ther
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("first", ["mindspeed.megatron_adaptor", "megatron.core"])
 def test_on_npu_megatron_first_is_fine_only_after_the_adaptor(
     run_python: RunPython, tmp_path: Path, first: str

@@ -6,11 +6,7 @@ Does not cover: what megatron.core does with its view (test_megatron_on_cpu.py, 
 
 from __future__ import annotations
 
-import pytest
-
 from tests.platform.conftest import RunPython
-
-pytestmark = pytest.mark.fast
 
 
 def test_outside_of_megatron_torch_is_unchanged(run_python: RunPython) -> None:
