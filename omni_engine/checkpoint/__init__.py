@@ -2,6 +2,7 @@
 """Weights and runs on disk: import and export of Hugging Face folders, checkpoints to resume from."""
 
 from omni_engine.checkpoint.errors import CheckpointError
+from omni_engine.checkpoint.fingerprint import model_fingerprint
 from omni_engine.checkpoint.folder import latest_iteration
 from omni_engine.checkpoint.hf_export import check_export_target, export_pipeline, write_pipeline
 from omni_engine.checkpoint.huggingface import load_transformer
@@ -19,6 +20,7 @@ __all__ = [
     "latest_iteration",
     "load_checkpoint",
     "load_transformer",
+    "model_fingerprint",
     "read_state",
     "save_checkpoint",
     "write_pipeline",

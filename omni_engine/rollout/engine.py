@@ -59,9 +59,6 @@ class RolloutChunk:
 class RolloutEngine(Protocol):
     """Makes samples with the policy's weights."""
 
-    exact_log_probs: bool
-    """True where log-probs are the trainer's own bit for bit, so that no old-log-prob pass is needed."""
-
     def generate(self, request: RolloutRequest) -> Iterator[RolloutChunk]:
         """Finished chunks as they come, so that scoring overlaps with sampling. All ranks iterate to the end."""
         ...

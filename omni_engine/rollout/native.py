@@ -45,8 +45,6 @@ class _Walk:
 class NativeRollout:
     """Samples with the trainer's own weights: nothing to synchronise, and log-probs equal to the trainer's."""
 
-    exact_log_probs = True
-
     def __init__(self, policy: Policy, encoder: PromptEncoder, components: Components | None, height: int, width: int):
         """`components`: the codec on the source rank of a replica, None on its other ranks."""
         self.policy = policy

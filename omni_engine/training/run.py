@@ -17,6 +17,7 @@ from omni_engine.checkpoint import (
     export_pipeline,
     load_checkpoint,
     load_transformer,
+    model_fingerprint,
     read_state,
     save_checkpoint,
 )
@@ -220,6 +221,7 @@ def _identity(settings: Settings, prompts: Sequence[str]) -> dict[str, Any]:
     return {
         "seed": settings.training.seed,
         "train_prompts_sha256": digest,
+        "model_sha256": model_fingerprint(settings.model.model),
         "model_family": settings.model.model_family,
         "height": settings.model.height,
         "width": settings.model.width,
@@ -231,6 +233,7 @@ def _identity(settings: Settings, prompts: Sequence[str]) -> dict[str, Any]:
         "sde_window_size": rollout.sde_window_size,
         "sde_window_range": list(rollout.sde_window_range),
         "true_cfg_scale": rollout.true_cfg_scale,
+        "negative_prompt": rollout.negative_prompt,
         "algorithm": algorithm.algorithm,
         "updates_per_rollout": algorithm.updates_per_rollout,
         "reward": list(settings.reward.reward),

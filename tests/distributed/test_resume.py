@@ -135,6 +135,7 @@ def test_another_run_is_refused_before_any_work(tmp_path: Path, pair_of: Callabl
         "train_prompts_sha256 was '",
         "noise_level was 0.7 and is 0.5",
         "prompts_per_step was 4 and is 8",
+        "model_sha256 was '",
         "Set them as they were, or start a new run",
     ):
         assert difference in text
