@@ -36,6 +36,7 @@ setup(
         "PyYAML>=6.0",
         "tqdm>=4.60",
         "packaging>=24.2",
+        "einops>=0.7",
         "tensorboard>=2.14",
     ],
     extras_require={

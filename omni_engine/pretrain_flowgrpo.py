@@ -65,13 +65,7 @@ def _train(settings: Settings) -> None:
     platform.set_device(local_rank)
     platform.share_cores(settings.parallel.cpu_threads, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     platform.seed(settings.training.seed)
-    parallel = settings.parallel
-    groups = initialize(
-        parallel.tensor_model_parallel_size,
-        parallel.pipeline_model_parallel_size,
-        settings.training.seed,
-        parallel.distributed_timeout_minutes,
-    )
+    groups = initialize(settings.parallel, settings.training.seed)
     run = build_run(settings, groups)
     try:
         if groups.rank == 0:

@@ -16,7 +16,7 @@ DEV_STAMP="$VENV/.omni-setup-dev"
 INSTALLING="$VENV/.omni-installing" # present while an install runs, and after one that was interrupted
 
 MODULES=(torch megatron.core diffusers transformers accelerate safetensors numpy PIL psutil yaml tqdm onnxruntime
-    rapidfuzz tensorboard matplotlib)
+    rapidfuzz tensorboard matplotlib einops)
 DEV_MODULES=(pytest pytest_timeout xdist ruff mypy)
 
 say() { echo "setup: $*"; }

@@ -146,11 +146,15 @@ class Engine:
 
     def weights(self) -> dict[str, torch.Tensor]:
         """A copy of this rank's weights."""
-        return {name: parameter.detach().clone() for name, parameter in self.policy.stage.named_parameters()}
+        return {name: parameter.detach().clone() for name, parameter in self.policy.parameters().items()}
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """A copy of this rank's reduced gradients."""
-        return {name: parameter.main_grad.clone() for name, parameter in self.policy.stage.named_parameters()}
+        return {
+            name: parameter.main_grad.clone()
+            for name, parameter in self.policy.parameters().items()
+            if parameter.requires_grad
+        }
 
 
 def build_engine(folder: Path, groups: ParallelGroups, setup: Setup) -> Engine:
@@ -161,9 +165,9 @@ def build_engine(folder: Path, groups: ParallelGroups, setup: Setup) -> Engine:
         model=str(folder), height=height, width=width, bf16=setup.bf16, recompute_granularity=setup.recompute
     )
     policy = Policy(family, groups, model, setup.parallel)
-    load_transformer(policy.stage, family.mapping, folder / "transformer", groups)
+    load_transformer(policy.parameters(), family.mapping, folder / "transformer", groups)
     algorithm = build_algorithm(setup.algorithm)
-    reference = ReferenceWeights(policy.stage) if algorithm.needs.reference else None
+    reference = ReferenceWeights(policy.parameters()) if algorithm.needs.reference else None
     optimizer = PolicyOptimizer(policy, setup.optimizer, setup.parallel, train_iters=10)
     components = ToyComponents() if groups.is_model_source else None
     encoder = PromptEncoder(components, groups, setup.rollout.negative_prompt)

@@ -10,7 +10,8 @@ import pytest
 import torch.distributed as dist
 
 import omni_engine  # noqa: F401 - prepares megatron.core's import
-from omni_engine.parallel import ParallelGroups, current_groups, destroy, initialize
+from omni_engine.arguments import ParallelSettings
+from omni_engine.parallel import ParallelGroups, destroy, initialize
 from omni_engine.platform import get_platform
 
 
@@ -20,10 +21,6 @@ def single_process() -> Iterator[ParallelGroups]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    if not dist.is_initialized():
-        dist.init_process_group(
-            get_platform().dist_backend, init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1
-        )
-        initialize(1, 1, seed=0, timeout_minutes=1)
-    yield current_groups()
+    dist.init_process_group(get_platform().dist_backend, init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
+    yield initialize(ParallelSettings(), seed=0)
     destroy()

@@ -57,7 +57,7 @@ class Trainee:
 
     def weights(self) -> dict[str, torch.Tensor]:
         """A copy of this rank's parameters."""
-        return {name: parameter.detach().clone() for name, parameter in self.policy.stage.named_parameters()}
+        return {name: parameter.detach().clone() for name, parameter in self.policy.parameters().items()}
 
 
 def build_trainee(
@@ -71,5 +71,5 @@ def build_trainee(
     parallel = parallel or ParallelSettings()
     family = build_family("qwen_image", folder)
     policy = Policy(family, groups, ModelSettings(model=str(folder), height=16, width=24, bf16=bf16), parallel)
-    load_transformer(policy.stage, family.mapping, folder / "transformer", groups)
+    load_transformer(policy.parameters(), family.mapping, folder / "transformer", groups)
     return Trainee(policy, PolicyOptimizer(policy, optimizer, parallel, train_iters=10))

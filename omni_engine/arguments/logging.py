@@ -24,3 +24,18 @@ class LoggingSettings:
     progress_bar: str = flag(
         "auto", choices=("auto", "always", "never"), help="Progress bar of an iteration. auto: on a terminal only."
     )
+    profile: bool = flag(
+        False,
+        source="Megatron",
+        help="Write a torch profiler trace of some iterations to profile/ in the folder of the run, with a named range "
+        "for each phase, stage, micro-batch and block.",
+    )
+    profile_step_start: int = flag(
+        10, unit="iterations", at_least=0, source="Megatron", help="First iteration in the trace, counted from 0."
+    )
+    profile_step_end: int = flag(
+        12, unit="iterations", at_least=1, source="Megatron", help="First iteration after the trace."
+    )
+    profile_ranks: tuple[int, ...] = flag(
+        (0,), nargs="+", at_least=0, source="Megatron", help="Global ranks that write a trace."
+    )

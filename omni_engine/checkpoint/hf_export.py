@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,7 +28,11 @@ PIPELINE_FILE = "model_index.json"
 
 
 def export_pipeline(
-    stage: torch.nn.Module, mapping: ModelMapping, source: Path, target: Path, groups: ParallelGroups
+    parameters: Mapping[str, torch.nn.Parameter],
+    mapping: ModelMapping,
+    source: Path,
+    target: Path,
+    groups: ParallelGroups,
 ) -> None:
     """Write the trained policy as a pipeline folder, in the parameters' dtype.
 
@@ -38,7 +42,7 @@ def export_pipeline(
     Raises:
         CheckpointError: on rank 0, the folder cannot be written; the others have done their part all the same.
     """
-    tensors = _whole_tensors(stage, mapping, groups)
+    tensors = _whole_tensors(parameters, mapping, groups)
     try:
         if groups.rank == 0:
             write_pipeline(tensors, source, target)
@@ -133,13 +137,12 @@ class _Held:
 
 
 def _whole_tensors(
-    stage: torch.nn.Module, mapping: ModelMapping, groups: ParallelGroups
+    parameters: Mapping[str, torch.nn.Parameter], mapping: ModelMapping, groups: ParallelGroups
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor of the model by its Hugging Face name, gathered one parameter at a time.
 
     All ranks of a replica iterate. The whole tensors, on the host, come out on its source rank, nothing elsewhere.
     """
-    parameters = dict(stage.named_parameters())
     device = next(iter(parameters.values())).device
     own = [_Held(path, parameter.shape, parameter.dtype) for path, parameter in sorted(parameters.items())]
     stages: list[list[_Held]] = [own] * groups.pp_size
@@ -151,7 +154,7 @@ def _whole_tensors(
             whole: torch.Tensor | None = None
             if pp_rank == groups.pp_rank:
                 whole = _gather_tensor_parallel(parameters[parameter.path].detach(), entry, groups)
-            if pp_rank > 0 and groups.tp_rank == 0:
+            if pp_rank > 0 and groups.tp_rank == 0 and groups.cp_rank == 0:
                 whole = _to_first_stage(whole, parameter, entry, pp_rank, device, groups)
             if groups.is_model_source and whole is not None:
                 for name, piece in zip(entry.sources, entry.split(whole), strict=True):

@@ -7,6 +7,7 @@ Only safetensors are read: a format that cannot run code. A rank reads just the 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -95,8 +96,10 @@ def _open(file: Path) -> Any:
 
 
 @torch.no_grad()
-def load_transformer(stage: torch.nn.Module, mapping: ModelMapping, folder: Path, groups: ParallelGroups) -> None:
-    """Fill a stage's parameters from a transformer folder; values are cast to the parameters' dtype. A collective.
+def load_transformer(
+    parameters: Mapping[str, torch.nn.Parameter], mapping: ModelMapping, folder: Path, groups: ParallelGroups
+) -> None:
+    """Fill a rank's parameters (`Policy.parameters`) from a transformer folder; values are cast to the parameters' dtype. A collective.
 
     Raises:
         CheckpointError: on every rank: the folder holds other names or shapes than the model, or values that are not
@@ -110,7 +113,6 @@ def load_transformer(stage: torch.nn.Module, mapping: ModelMapping, folder: Path
                 f"{folder} does not fit the model: missing {some(missing)}; unexpected {some(unexpected)}; "
                 "check that config.json and the weights belong together"
             )
-        parameters = dict(stage.named_parameters())
         for path, entry in mapping.of(parameters).items():
             _fill(parameters[path], entry, tensors, groups)
 

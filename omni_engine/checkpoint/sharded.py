@@ -8,7 +8,7 @@ optimizer, so a run may resume with others.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -34,20 +34,21 @@ _DISTRIBUTED_WEIGHT = f"{_PREFIX}param."
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
 
 
-def model_state(stage: torch.nn.Module, mapping: ModelMapping, groups: ParallelGroups) -> dict[str, ShardedBase]:
-    """Sharded parameters of a stage by their path in it; a fused one is a factory of its sources.
+def model_state(
+    parameters: Mapping[str, torch.nn.Parameter], mapping: ModelMapping, groups: ParallelGroups
+) -> dict[str, ShardedBase]:
+    """Sharded parameters of a rank by their path; a fused one is a factory of its sources.
 
     Raises:
         ValueError: the mapping table lacks a parameter.
     """
-    parameters = dict(stage.named_parameters())
     return {path: _sharded(parameters[path], entry, groups) for path, entry in mapping.of(parameters).items()}
 
 
 def _sharded(parameter: torch.nn.Parameter, entry: ParameterMapping, groups: ParallelGroups) -> ShardedBase:
-    # All zero marks the replica that is written: of a sharded parameter the first DP rank's, of a replicated one the
-    # first TP rank's too. A stage owns its parameters alone.
-    replica = (0, groups.tp_rank if entry.shard_dim is None else 0, groups.dp_rank)
+    # All zero marks the replica that is written: of a sharded parameter that of the first rank over dp and cp,
+    # of a replicated one the first TP rank's too. A stage owns its parameters alone.
+    replica = (0, groups.tp_rank if entry.shard_dim is None else 0, groups.dp_cp_rank)
     if len(entry.sources) == 1:
         return _source(entry.sources[0], parameter, entry.shard_dim, replica, groups)
     return ShardedTensorFactory(

@@ -60,8 +60,8 @@ def write_tensors(folder: Path, state: dict[str, Any], groups: ParallelGroups) -
     """
     tensors, _ = save_preprocess(state)
     strategy: Any = _SaveInProcess(_BACKEND, _VERSION)
-    if groups.dp_size > 1:
-        strategy = FullyParallelSaveStrategyWrapper(strategy, groups.dp)
+    if groups.dp_cp.size() > 1:
+        strategy = FullyParallelSaveStrategyWrapper(strategy, groups.dp_cp)
     strategy.save(tensors, folder)
 
 

@@ -65,7 +65,7 @@ def save_checkpoint(
         f"the checkpoint of iteration {iteration} cannot be written to {root} (free space there or choose another "
         "--save; earlier checkpoints are untouched)"
     )
-    model = model_state(policy.stage, policy.family.mapping, groups)
+    model = model_state(policy.parameters(), policy.family.mapping, groups)
     moments, _ = optimizer_state(optimizer.optimizer, model, is_loading=False)
     record = {
         "format": FORMAT,
@@ -85,7 +85,7 @@ def save_checkpoint(
             write_tensors(partial, {"model": model, "optimizer": moments}, groups)
             own = {file.name: disk.checksum(file) for file in partial.glob(f"__{groups.rank}_*.distcp")}
         files = {name: sum_ for part in _gather(own) for name, sum_ in part.items()}
-        generators = _gather((_model_rank(groups), generator_states()) if groups.dp_rank == 0 else None)
+        generators = _gather((_model_rank(groups), generator_states()) if groups.dp_cp_rank == 0 else None)
         with on_all_ranks(trouble):
             if groups.rank == 0:
                 rng = {"model_ranks": _model_ranks(groups), "states": dict(filter(None, generators))}
@@ -134,7 +134,7 @@ def load_checkpoint(root: str | Path, policy: Policy, optimizer: Trained, iterat
     with on_all_ranks(trouble):
         # Every file is read once, by one of the ranks.
         disk.verify_files(saved.folder, dict(sorted(saved.files.items())[groups.rank :: groups.world_size]))
-    model = model_state(policy.stage, policy.family.mapping, groups)
+    model = model_state(policy.parameters(), policy.family.mapping, groups)
     moments, rest = optimizer_state(optimizer.optimizer, model, is_loading=True)
     wanted = {"model": model, "optimizer": moments}
     with on_all_ranks(trouble):
@@ -152,7 +152,7 @@ def load_checkpoint(root: str | Path, policy: Policy, optimizer: Trained, iterat
 
 @torch.no_grad()
 def _apply(tensors: dict[str, Any], rest: dict[str, Any], saved: SavedRun, policy: Policy, optimizer: Trained) -> None:
-    for path, parameter in policy.stage.named_parameters():
+    for path, parameter in policy.parameters().items():
         parameter.copy_(tensors["model"][path])
     optimizer.optimizer.load_state_dict(merge(rest, tensors["optimizer"]))
     set_adam_step(optimizer.optimizer, saved.adam_step)

@@ -14,8 +14,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from omni_engine.flow import Schedule
 from omni_engine.models.mapping import ModelMapping
-from omni_engine.models.stages import BlockSpec
+from omni_engine.models.stages import ModelSpec
 from omni_engine.parallel import ParallelGroups, Segment
+from omni_engine.platform.attention_kernels import AttentionKernel
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,13 @@ class LatentShape:
 
 
 class Stage(MegatronModule):
-    """A pipeline stage of a family's network: forward(DenoiserInput) gives the velocity [B, I, C] on the last stage and
-    the packed tensor [S, B, H] on the others."""
+    """A (virtual) pipeline stage of a family's network: forward(DenoiserInput) gives the velocity [B, I, C] on the last stage and
+    the packed tensor [S, B, H] on the others.
+
+    vp_stage: which of its rank's virtual stages this is; None where a rank has one stage.
+    """
+
+    vp_stage: int | None = None
 
     def segments(self, inputs: DenoiserInput) -> list[Segment]:
         """Layout of the tensor between stages, on this rank."""
@@ -101,11 +107,17 @@ class Family(Protocol):
         """The time the network is given at each step, float32 [N]."""
         ...
 
-    def block_specs(self, image_tokens: int, text_tokens: int) -> list[BlockSpec]: ...
+    def costs(self, image_tokens: int, text_tokens: int) -> ModelSpec:
+        """Weights, work and kept activations of each part for samples of these lengths."""
+        ...
 
     def transformer_config(self, groups: ParallelGroups, sequence_parallel: bool, bf16: bool) -> TransformerConfig: ...
 
-    def build_stage(self, config: TransformerConfig, groups: ParallelGroups, recompute: bool) -> Stage: ...
+    def build_stage(
+        self, config: TransformerConfig, groups: ParallelGroups, blocks: range, kernel: AttentionKernel, recompute: str
+    ) -> Stage:
+        """A pipeline stage with these blocks, weights uninitialised. `recompute`: none, selective or full."""
+        ...
 
     def combine_guidance(self, conditional: torch.Tensor, unconditional: torch.Tensor, scale: float) -> torch.Tensor:
         """Velocity of the guided model from its two branches, each [B, I, C]."""

@@ -11,8 +11,14 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from omni_engine.arguments import ModelSettings, ParallelSettings
-from omni_engine.models.family import DenoiserInput, Family
+from omni_engine.models.family import DenoiserInput, Family, Stage
+from omni_engine.models.stages import cut_stages, stages_from_layout
 from omni_engine.parallel import ParallelGroups
+from omni_engine.platform import get_platform
+from omni_engine.platform.attention_kernels import MathKernel
+
+TYPICAL_TEXT_TOKENS = 128
+"""Text of a prompt, for the cut into stages, which must not depend on the batch."""
 
 LossOf = Callable[[int, torch.Tensor], tuple[torch.Tensor, dict[str, torch.Tensor]]]
 
@@ -21,19 +27,48 @@ class Policy:
     """A family's network on this rank, weights still to be loaded.
 
     Attributes:
-        stage: the bare stage module, whose parameters the mapping table names.
-        model: what the schedules run; the trainer replaces it by its data-parallel wrapper of `stage`.
+        chunks: the bare stage modules of this rank, one a virtual stage; the mapping table names their parameters.
+        models: what the schedules run; the trainer replaces them by its data-parallel wrappers of `chunks`.
         version: counts the optimizer steps that made the current weights.
     """
 
     def __init__(self, family: Family, groups: ParallelGroups, model: ModelSettings, parallel: ParallelSettings):
         self.family = family
         self.groups = groups
-        self.config = family.transformer_config(groups, parallel.sequence_parallel, model.bf16)
-        self.stage = family.build_stage(self.config, groups, model.recompute_granularity == "full")
-        self.model: torch.nn.Module = self.stage
         self.shape = family.latent_shape(model.height, model.width)
+        self.config = family.transformer_config(groups, parallel.sequence_parallel, model.bf16)
+        use_math = parallel.ring_attention_kernel == "math"
+        kernel = MathKernel() if use_math else get_platform().attention_kernel()
+        self.chunks: list[Stage] = []
+        for index, blocks in enumerate(self._own_blocks(parallel)):
+            chunk = family.build_stage(self.config, groups, blocks, kernel, model.recompute_granularity)
+            chunk.vp_stage = index if groups.vpp_size > 1 else None
+            self.chunks.append(chunk)
+        self.models: list[torch.nn.Module] = list(self.chunks)
         self.version = 0
+
+    def _own_blocks(self, parallel: ParallelSettings) -> list[range]:
+        """Blocks of this rank's virtual stages: rank p of pp holds the stages p, p + pp, p + 2 pp, ..."""
+        spec = self.family.costs(self.shape.tokens, TYPICAL_TEXT_TOKENS)
+        count = self.groups.pp_size * self.groups.vpp_size
+        stages = stages_from_layout(parallel.pipeline_layout, len(spec.blocks), count) or cut_stages(
+            spec.blocks, count, first=spec.embedding, last=spec.head
+        )
+        return stages[self.groups.pp_rank :: self.groups.pp_size]
+
+    @property
+    def stage(self) -> Stage:
+        """The only chunk.
+
+        Raises:
+            ValueError: this rank has several virtual stages.
+        """
+        (chunk,) = self.chunks
+        return chunk
+
+    def parameters(self) -> dict[str, torch.nn.Parameter]:
+        """This rank's parameters by path. Paths carry the global number of a block, so those of chunks are distinct."""
+        return {path: parameter for chunk in self.chunks for path, parameter in chunk.named_parameters()}
 
     @torch.no_grad()
     def evaluate(self, inputs: Sequence[DenoiserInput]) -> list[torch.Tensor]:
@@ -45,7 +80,10 @@ class Policy:
         def keep(output: torch.Tensor, non_loss_data: bool = True) -> torch.Tensor:
             return output
 
-        return self._run(inputs, lambda _: keep, forward_only=True)
+        # Interleaved stages take micro-batches in groups of one a stage; a last, smaller group is filled up.
+        missing = -len(inputs) % self.groups.pp_size if self.groups.vpp_size > 1 else 0
+        outputs = self._run([*inputs, *[inputs[-1]] * missing], lambda _: keep, forward_only=True)
+        return outputs[: len(inputs)]
 
     def train(self, inputs: Sequence[DenoiserInput], loss_of: LossOf) -> list[dict[str, torch.Tensor]]:
         """Run micro-batches forward and backward, and reduce the gradients.
@@ -76,19 +114,23 @@ class Policy:
             index, batch = next(iterator)
             return model(batch), loss_func(index)
 
-        first = inputs[0]
+        shapes = {(self._sequence_length(batch), batch.time.shape[0]) for batch in inputs}
+        # Stages tell each other the shapes where they differ; where not, that exchange is saved.
+        self.config.variable_seq_lengths = len(shapes) > 1
+        sequence_length, micro_batch_size = next(iter(shapes))
+        iterators = [iter(enumerate(inputs)) for _ in self.models]
         run = partial(
             get_forward_backward_func(),
             forward_step_func=forward_step,
-            data_iterator=iter(enumerate(inputs)),
-            model=[self.model],
+            data_iterator=iterators if self.groups.vpp_size > 1 else iterators[0],
+            model=self.models,
             num_microbatches=len(inputs),
-            seq_length=self._sequence_length(first),
-            micro_batch_size=first.time.shape[0],
+            seq_length=sequence_length,
+            micro_batch_size=micro_batch_size,
         )
         return run(forward_only=forward_only, collect_non_loss_data=forward_only)
 
     def _sequence_length(self, inputs: DenoiserInput) -> int:
-        """Rows of the tensor between stages, as Megatron counts them: it divides them by tp under sequence parallel."""
-        rows = sum(segment.length for segment in self.stage.segments(inputs))
-        return rows * (self.groups.tp_size if self.config.sequence_parallel else 1)
+        """Rows of the tensor between stages, as Megatron counts them: before it divides them over tp and cp."""
+        rows = sum(segment.length for segment in self.chunks[0].segments(inputs))
+        return rows * self.groups.cp_size * (self.groups.tp_size if self.config.sequence_parallel else 1)

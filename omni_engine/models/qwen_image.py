@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.enums import ModelType
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, scatter_to_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from omni_engine.flow import Schedule, SchedulerConfig, flow_match_schedule, true_cfg
@@ -26,7 +25,8 @@ from omni_engine.models.layers.modulation import gated_residual, layer_norm_modu
 from omni_engine.models.layers.rotary import apply_rotary, qwen_image_frequencies
 from omni_engine.models.mapping import ModelMapping, ParameterMapping, column, replicated, row
 from omni_engine.models.qwen_image_components import QwenImageComponents
-from omni_engine.models.stages import BlockSpec, cut_stages
+from omni_engine.models.qwen_image_costs import TIME_CHANNELS, qwen_image_spec
+from omni_engine.models.stages import ModelSpec
 from omni_engine.parallel import (
     ColumnParallelLinear,
     ModulationLinear,
@@ -34,14 +34,16 @@ from omni_engine.parallel import (
     ReplicatedLinear,
     RowParallelLinear,
     Segment,
+    TokenSharding,
     mark_replicated,
     pack,
+    pipeline_options,
     unpack,
 )
 from omni_engine.platform import get_platform
+from omni_engine.platform.attention_kernels import AttentionKernel
 
 EPS = 1e-6
-TIME_CHANNELS = 256
 PATCH = 2
 
 
@@ -120,11 +122,23 @@ class QwenImageStream(torch.nn.Module):
 class QwenImageBlock(torch.nn.Module):
     """Two streams, one joint attention."""
 
-    def __init__(self, config: QwenImageConfig, megatron: TransformerConfig, is_last: bool):
+    def __init__(
+        self,
+        config: QwenImageConfig,
+        megatron: TransformerConfig,
+        is_last: bool,
+        groups: ParallelGroups,
+        kernel: AttentionKernel,
+    ):
         super().__init__()
         self.image = QwenImageStream(config, megatron)
         self.text = QwenImageStream(config, megatron)
         self.is_last = is_last
+        self.groups, self.kernel = groups, kernel
+        if is_last:
+            # Nothing reads the text stream after the last block. Its weights are kept, but there is nothing to learn.
+            for unread in (self.text.out, self.text.mlp_in, self.text.mlp_out):
+                unread.requires_grad_(False)
 
     def forward(
         self,
@@ -134,13 +148,13 @@ class QwenImageBlock(torch.nn.Module):
         frequencies: torch.Tensor,
         key_mask: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """One block.
+        """One block on this context rank's tokens.
 
         Args:
             image, text: residual streams [I, B, H] and [T, B, H] (divided over tp under sequence parallel).
             rows: activated conditioning rows [R, B, H].
             frequencies: [T + I, D/2] complex64, text first.
-            key_mask: [B, T + I] bool or None.
+            key_mask: [B, (T + I) * cp] bool of all tokens, or None.
         """
         image_modulation = list(self.image.modulation(rows).chunk(6, dim=-1))
         text_modulation = list(self.text.modulation(rows).chunk(6, dim=-1))
@@ -151,34 +165,35 @@ class QwenImageBlock(torch.nn.Module):
         qkv = torch.cat([text_qkv, image_qkv])
         weight = torch.cat([self.text.qk_norm.rows(lengths[0]), self.image.qk_norm.rows(lengths[1])])
         qk = apply_rotary(normalize_heads(qkv[:, :, :2], weight, EPS), frequencies)
-        attended = joint_attention(qk, qkv[:, :, 2], key_mask)
+        attended = joint_attention(qk, qkv[:, :, 2], key_mask, self.groups, self.kernel)
         text_attended, image_attended = attended.split(lengths)
         image = self.image.finish(image, image_attended, image_modulation)
-        # Nothing reads the text stream after the last block, so its output is not computed there.
         if not self.is_last:
             text = self.text.finish(text, text_attended, text_modulation)
         return image, text
 
 
 class QwenImageStage(Stage):
-    """One pipeline stage: its blocks, the embeddings on the first stage and the head on the last."""
+    """One (virtual) pipeline stage: its blocks, the embeddings on the first stage and the head on the last."""
 
     def __init__(
         self,
         config: QwenImageConfig,
         megatron: TransformerConfig,
         blocks: range,
-        is_first: bool,
-        is_last: bool,
-        recompute: bool,
+        groups: ParallelGroups,
+        kernel: AttentionKernel,
+        recompute: str,
     ):
         super().__init__(config=megatron)
         self.model = config
+        is_first, is_last = blocks.start == 0, blocks.stop == config.num_layers
         self.pre_process, self.post_process, self.recompute = is_first, is_last, recompute
+        self.sharding = TokenSharding.of(groups, megatron.sequence_parallel)
         # What Megatron's schedules ask every model for.
         self.model_type = ModelType.encoder_or_decoder
         self.share_embeddings_and_output_weights = False
-        self.vp_stage = None
+        self.vp_stage: int | None = None
         self.input_tensor: torch.Tensor | None = None
         hidden = config.hidden_size
         if is_first:
@@ -191,7 +206,10 @@ class QwenImageStage(Stage):
             self.time_in = ReplicatedLinear(TIME_CHANNELS, hidden, megatron, on_tokens=False)
             self.time_out = ReplicatedLinear(hidden, hidden, megatron, on_tokens=False)
         self.blocks = torch.nn.ModuleDict(
-            {str(index): QwenImageBlock(config, megatron, index == config.num_layers - 1) for index in blocks}
+            {
+                str(index): QwenImageBlock(config, megatron, index == config.num_layers - 1, groups, kernel)
+                for index in blocks
+            }
         )
         if is_last:
             self.head_modulation = ModulationLinear(hidden, 2 * hidden, megatron)
@@ -203,10 +221,10 @@ class QwenImageStage(Stage):
 
     def segments(self, inputs: DenoiserInput) -> list[Segment]:
         """Layout of the tensor between stages, on this rank."""
-        share = self._token_share
+        image, text = self._tokens(inputs)
         return [
-            Segment("image", inputs.latents["image"].shape[1] // share),
-            Segment("text", self._padded_text(inputs) // share),
+            Segment("image", self.sharding.local(image)),
+            Segment("text", self.sharding.local(text)),
             Segment("rows", 1),
         ]
 
@@ -215,12 +233,10 @@ class QwenImageStage(Stage):
         parts = self._embed(inputs) if self.pre_process else self._received(inputs)
         image, text, rows = parts["image"], parts["text"], parts["rows"]
         activated = F.silu(rows)
-        frequencies = qwen_image_frequencies(
-            inputs.grid, self._padded_text(inputs), self.model.axes_dims_rope, image.device
-        )
+        frequencies = self._frequencies(inputs, image.device)
         key_mask = self._key_mask(inputs, image.device)
         for block in self.blocks.values():
-            if self.recompute and torch.is_grad_enabled():
+            if self.recompute == "full" and torch.is_grad_enabled():
                 image, text = torch.utils.checkpoint.checkpoint(
                     block, image, text, activated, frequencies, key_mask, use_reentrant=False, preserve_rng_state=False
                 )
@@ -230,26 +246,24 @@ class QwenImageStage(Stage):
             return pack({"image": image, "text": text, "rows": rows}, self.segments(inputs))
         scale, shift = self.head_modulation(activated).chunk(2, dim=-1)
         velocity = self.head(layer_norm_modulate(image, shift, scale, EPS))
-        if self.config.sequence_parallel:
-            velocity = gather_from_sequence_parallel_region(velocity, tensor_parallel_output_grad=False)
-        return velocity.transpose(0, 1).float()
+        return self.sharding.gather(velocity, inputs.latents["image"].shape[1]).transpose(0, 1).float()
 
-    @property
-    def _token_share(self) -> int:
-        return self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
+    @staticmethod
+    def _tokens(inputs: DenoiserInput) -> tuple[int, int]:
+        """Image and text tokens of a sample, the text's padding to the longest included."""
+        return inputs.latents["image"].shape[1], inputs.text.embeddings.shape[1]
 
-    def _padded_text(self, inputs: DenoiserInput) -> int:
-        """Text tokens, rounded up so that they divide over the tensor-parallel axis."""
-        share = self._token_share
-        return -(-inputs.text.embeddings.shape[1] // share) * share
+    def _frequencies(self, inputs: DenoiserInput, device: torch.device) -> torch.Tensor:
+        """Rotation [T + I, D/2] of the tokens that this context rank attends with, by their place in the whole."""
+        image, text = self._tokens(inputs)
+        whole = qwen_image_frequencies(inputs.grid, text, self.model.axes_dims_rope, device)
+        return torch.cat([self.sharding.take_context(part) for part in whole.split([text, image])])
 
     def _embed(self, inputs: DenoiserInput) -> dict[str, torch.Tensor]:
         dtype = self.config.params_dtype
         image = inputs.latents["image"].to(dtype).transpose(0, 1)
         text = inputs.text.embeddings.to(dtype).transpose(0, 1)
-        text = F.pad(text, (0, 0, 0, 0, 0, self._padded_text(inputs) - text.shape[0]))
-        if self.config.sequence_parallel:
-            image, text = (scatter_to_sequence_parallel_region(x.contiguous()) for x in (image, text))
+        image, text = self.sharding.take(image), self.sharding.take(text)
         time = sinusoidal_embedding(inputs.time, TIME_CHANNELS).to(dtype)
         text = F.rms_norm(text, text.shape[-1:], self.text_norm, EPS)
         return {
@@ -264,12 +278,13 @@ class QwenImageStage(Stage):
         return unpack(self.input_tensor, self.segments(inputs))
 
     def _key_mask(self, inputs: DenoiserInput, device: torch.device) -> torch.Tensor | None:
-        """[B, T + I], False on text padding; None when no sample has any."""
-        tokens, lengths = self._padded_text(inputs), inputs.text.lengths
-        if all(length == tokens for length in lengths):
+        """[B, (T + I) * cp], False on padding of text and image; None when no sample has any."""
+        (image, text), lengths = self._tokens(inputs), inputs.text.lengths
+        if self.sharding.padded(image) == image and all(length == self.sharding.padded(text) for length in lengths):
             return None
-        valid = torch.arange(tokens, device=device) < torch.tensor(lengths, device=device)[:, None]
-        return F.pad(valid, (0, inputs.latents["image"].shape[1]), value=True)
+        valid_text = torch.arange(text, device=device) < torch.tensor(lengths, device=device)[:, None]
+        valid_image = valid_text.new_ones(len(lengths), image)
+        return self.sharding.key_mask([valid_text, valid_image])
 
 
 def _stream_mapping(
@@ -335,41 +350,38 @@ class QwenImage:
         """timesteps / 1000 in float32, rounded as the pipeline rounds it."""
         return schedule.timesteps / 1000
 
-    def block_specs(self, image_tokens: int, text_tokens: int) -> list[BlockSpec]:
-        """The double-stream blocks. A stream's linears hold 18 H^2 weights, of which the 6 H^2 of the modulation work
-        on one row; attention costs 2 S^2 H multiply-adds."""
-        hidden, joint = self.config.hidden_size, image_tokens + text_tokens
-        spec = BlockSpec(
-            kind="double_stream",
-            parameters=2 * (18 * hidden * hidden + 17 * hidden + 2 * self.config.attention_head_dim),
-            multiply_adds=12 * hidden * hidden * (joint + 1) + 2 * joint * joint * hidden,
-        )
-        return [spec] * self.config.num_layers
+    def costs(self, image_tokens: int, text_tokens: int) -> ModelSpec:
+        """Weights, work and kept activations of each part for samples of these lengths."""
+        return qwen_image_spec(self.config, image_tokens, text_tokens)
 
     def transformer_config(self, groups: ParallelGroups, sequence_parallel: bool, bf16: bool) -> TransformerConfig:
-        """Megatron's view of the model. Shapes are fixed within one pass, so stages need not exchange them."""
+        """Megatron's view of the model."""
         dtype = torch.bfloat16 if bf16 else torch.float32
         return TransformerConfig(
             num_layers=self.config.num_layers,
             hidden_size=self.config.hidden_size,
             num_attention_heads=self.config.num_attention_heads,
-            tensor_model_parallel_size=groups.tp_size,
-            pipeline_model_parallel_size=groups.pp_size,
-            sequence_parallel=sequence_parallel,
             params_dtype=dtype,
-            pipeline_dtype=dtype,
             bf16=bf16,
             qk_layernorm=True,
             perform_initialization=False,
             gradient_accumulation_fusion=False,
-            deallocate_pipeline_outputs=True,
+            **pipeline_options(groups, dtype),
+            tensor_model_parallel_size=groups.tp_size,
+            context_parallel_size=groups.cp_size,
+            sequence_parallel=sequence_parallel,
         )
 
-    def build_stage(self, config: TransformerConfig, groups: ParallelGroups, recompute: bool) -> QwenImageStage:
-        """This rank's stage, weights uninitialised."""
-        costs = [spec.multiply_adds for spec in self.block_specs(1, 1)]
-        blocks = cut_stages(costs, groups.pp_size)[groups.pp_rank]
-        return QwenImageStage(self.config, config, blocks, groups.is_first_stage, groups.is_last_stage, recompute)
+    def build_stage(
+        self,
+        config: TransformerConfig,
+        groups: ParallelGroups,
+        blocks: range,
+        kernel: AttentionKernel,
+        recompute: str,
+    ) -> QwenImageStage:
+        """A stage with these blocks, weights uninitialised."""
+        return QwenImageStage(self.config, config, blocks, groups, kernel, recompute)
 
     def combine_guidance(self, conditional: torch.Tensor, unconditional: torch.Tensor, scale: float) -> torch.Tensor:
         """True CFG with the norm rescaled to the conditional branch's."""

@@ -15,7 +15,7 @@ from omni_engine.platform import get_platform
 
 def broadcast_from_source(tensor: torch.Tensor, groups: ParallelGroups) -> torch.Tensor:
     """Give every rank of a replica its source's tensor (in place; shapes must agree beforehand)."""
-    if groups.tp_size * groups.pp_size > 1:
+    if groups.model_size > 1:
         dist.broadcast(tensor, groups.model_source, group=groups.model)
     return tensor
 
@@ -29,7 +29,7 @@ def broadcast_from_last_stage(tensor: torch.Tensor, groups: ParallelGroups) -> t
 
 def broadcast_object(value: Any, groups: ParallelGroups) -> Any:
     """Give every rank of a replica its source's small object (a trusted peer of the same job)."""
-    if groups.tp_size * groups.pp_size == 1:
+    if groups.model_size == 1:
         return value
     box = [value]
     dist.broadcast_object_list(box, groups.model_source, group=groups.model)
@@ -47,7 +47,7 @@ def broadcast_object_from_last_stage(value: Any, groups: ParallelGroups) -> Any:
 
 def broadcast_rows(rows: Sequence[torch.Tensor] | None, groups: ParallelGroups) -> list[torch.Tensor]:
     """Give every rank of a replica its source's list of tensors [T_i, E], which may differ in length."""
-    if groups.tp_size * groups.pp_size == 1:
+    if groups.model_size == 1:
         assert rows is not None
         return list(rows)
     shapes = broadcast_object(None if rows is None else [(tuple(row.shape), row.dtype) for row in rows], groups)

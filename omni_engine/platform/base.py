@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 if TYPE_CHECKING:
     import torch
 
+    from omni_engine.platform.attention_kernels import AttentionKernel
+
 
 class PlatformError(RuntimeError):
     """The platform cannot be used as asked; the message says why and what to do."""
@@ -96,6 +98,12 @@ class Platform(ABC):
 
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux KiB
+
+    def attention_kernel(self) -> AttentionKernel:
+        """The kernel of a ring attention step on this device."""
+        from omni_engine.platform.attention_kernels import MathKernel
+
+        return MathKernel()
 
     def is_lost_peer(self, error: BaseException) -> bool:
         """Whether a collective failed because another process is gone or does not answer."""

@@ -10,6 +10,7 @@ from types import ModuleType
 import torch
 
 from omni_engine.platform import megatron_on_cpu
+from omni_engine.platform.attention_kernels import AttentionKernel, CpuFlashKernel
 from omni_engine.platform.base import ParallelChoices, Platform, PlatformError
 
 
@@ -32,6 +33,9 @@ class CpuPlatform(Platform):
 
     def share_cores(self, threads: int, processes: int) -> None:
         torch.set_num_threads(threads if threads > 0 else max(1, _cores() // processes))
+
+    def attention_kernel(self) -> AttentionKernel:
+        return CpuFlashKernel()
 
     def synchronize(self) -> None:
         """The CPU has done its work when a call returns."""

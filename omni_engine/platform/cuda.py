@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import torch
 
+from omni_engine.platform.attention_kernels import AttentionKernel, CudaFlashKernel
 from omni_engine.platform.base import ParallelChoices, Platform, too_few_devices
 
 
@@ -26,6 +27,9 @@ class CudaPlatform(Platform):
 
     def set_device(self, local_rank: int) -> None:
         torch.cuda.set_device(local_rank)
+
+    def attention_kernel(self) -> AttentionKernel:
+        return CudaFlashKernel()
 
     def synchronize(self) -> None:
         torch.cuda.synchronize()

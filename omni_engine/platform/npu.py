@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from omni_engine.platform.attention_kernels import AttentionKernel, NpuFusionKernel
 from omni_engine.platform.base import ParallelChoices, Platform, PlatformError, too_few_devices
 
 _ADAPTOR = "mindspeed.megatron_adaptor"
@@ -45,6 +46,9 @@ class NpuPlatform(Platform):
 
     def set_device(self, local_rank: int) -> None:
         _npu().set_device(local_rank)
+
+    def attention_kernel(self) -> AttentionKernel:
+        return NpuFusionKernel()
 
     def synchronize(self) -> None:
         _npu().synchronize()

@@ -37,8 +37,8 @@ class PolicyOptimizer:
         ddp_config = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True, use_distributed_optimizer=parallel.use_distributed_optimizer
         )
-        self.ddp = DistributedDataParallel(policy.config, ddp_config, policy.stage)
-        policy.model = self.ddp
+        self.ddp = [DistributedDataParallel(policy.config, ddp_config, chunk) for chunk in policy.chunks]
+        policy.models = list(self.ddp)
         config = OptimizerConfig(
             optimizer="adam",
             lr=settings.lr,
@@ -53,7 +53,7 @@ class PolicyOptimizer:
             params_dtype=policy.config.params_dtype,
             use_distributed_optimizer=parallel.use_distributed_optimizer,
         )
-        self.optimizer: MegatronOptimizer = get_megatron_optimizer(config, [self.ddp])
+        self.optimizer: MegatronOptimizer = get_megatron_optimizer(config, self.ddp)
         self.scheduler = OptimizerParamScheduler(
             self.optimizer,
             init_lr=0.0,
@@ -72,12 +72,13 @@ class PolicyOptimizer:
 
     def zero_grad(self) -> None:
         """Clear the gradient buffers before an update."""
-        self.ddp.zero_grad_buffer()
+        for chunk in self.ddp:
+            chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
 
     def gradients_are_finite(self) -> bool:
         """Whether this rank's reduced gradients are all finite. One NaN or infinity makes the sum one."""
-        buffers = [*self.ddp.buffers, *self.ddp.expert_parallel_buffers]
+        buffers = [buffer for chunk in self.ddp for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
         return all(math.isfinite(float(buffer.grad_data.sum())) for buffer in buffers)
 
     def step(self) -> StepResult:

@@ -100,9 +100,16 @@ class Run:
             target = Path(self.settings.checkpoint.export_hf)
             if self.groups.dp_rank == 0:
                 source = Path(self.settings.model.model)
-                export_pipeline(self.policy.stage, self.policy.family.mapping, source, target, self.groups)
+                export_pipeline(self.policy.parameters(), self.policy.family.mapping, source, target, self.groups)
             places.append((target, "the trained pipeline; DiffusionPipeline.from_pretrained loads it"))
-        layout = {"tp": self.groups.tp_size, "pp": self.groups.pp_size, "dp": self.groups.dp_size}
+        layout = {
+            "tp": self.groups.tp_size,
+            "ulysses": self.groups.ulysses_size,
+            "ring": self.groups.ring_size,
+            "pp": self.groups.pp_size,
+            "vpp": self.groups.vpp_size,
+            "dp": self.groups.dp_size,
+        }
         summary = summarize(
             self.logger.history,
             layout=layout,
@@ -134,9 +141,9 @@ def build_run(settings: Settings, groups: ParallelGroups) -> Run:
     family = build_family(settings.model.model_family, settings.model.model)
     height, width = settings.model.height, settings.model.width
     policy = Policy(family, groups, settings.model, settings.parallel)
-    load_transformer(policy.stage, family.mapping, Path(settings.model.model) / "transformer", groups)
+    load_transformer(policy.parameters(), family.mapping, Path(settings.model.model) / "transformer", groups)
     algorithm = build_algorithm(settings.algorithm)
-    reference = ReferenceWeights(policy.stage) if algorithm.needs.reference else None
+    reference = ReferenceWeights(policy.parameters()) if algorithm.needs.reference else None
     optimizer = PolicyOptimizer(policy, settings.optimizer, settings.parallel, settings.training.train_iters)
     if settings.checkpoint.load is not None:
         load_checkpoint(settings.checkpoint.load, policy, optimizer, resumed)

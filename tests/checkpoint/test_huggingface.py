@@ -35,11 +35,11 @@ def policy_of(folder: Path, groups: ParallelGroups, bf16: bool = False) -> Polic
 
 
 def load(policy: Policy, folder: Path) -> None:
-    load_transformer(policy.stage, policy.family.mapping, folder / "transformer", policy.groups)
+    load_transformer(policy.parameters(), policy.family.mapping, folder / "transformer", policy.groups)
 
 
 def export(policy: Policy, source: Path, target: Path) -> None:
-    export_pipeline(policy.stage, policy.family.mapping, source, target, policy.groups)
+    export_pipeline(policy.parameters(), policy.family.mapping, source, target, policy.groups)
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ def test_in_and_out_keep_every_bit(
 
     again = policy_of(source, single_process, bf16)
     load(again, tmp_path / "out")
-    for (name, ours), theirs in zip(again.stage.named_parameters(), policy.stage.parameters(), strict=True):
+    for (name, ours), theirs in zip(again.stage.named_parameters(), policy.parameters().values(), strict=True):
         assert torch.equal(ours, theirs), name
 
 

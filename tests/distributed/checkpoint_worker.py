@@ -14,6 +14,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,24 +22,20 @@ from safetensors.torch import save_file
 
 from omni_engine.arguments import ParallelSettings
 from omni_engine.checkpoint import CheckpointError, export_pipeline, latest_iteration, load_checkpoint, save_checkpoint
-from omni_engine.parallel import ParallelGroups, destroy, initialize
+from omni_engine.parallel import ParallelGroups, destroy, initialize, leave_layout
 from tests.full_disk import full_disk
 from tests.small_training import Trainee, build_trainee
 
 
-@dataclass(frozen=True)
-class Layout:
-    tp: int = 1
-    pp: int = 1
-    sequence_parallel: bool = False
-    distributed_optimizer: bool = False
+def layout(tp: int = 1, pp: int = 1, **others: Any) -> ParallelSettings:
+    return ParallelSettings(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, **others)
 
 
 LAYOUTS = {
-    "TP2": Layout(tp=2),
-    "PP2": Layout(pp=2),
-    "DP2": Layout(),
-    "DP2-DO": Layout(distributed_optimizer=True),
+    "TP2": layout(tp=2),
+    "PP2": layout(pp=2),
+    "DP2": layout(),
+    "DP2-DO": layout(use_distributed_optimizer=True),
 }
 WRITERS = {"float32": ("TP2", "PP2", "DP2", "DP2-DO"), "bf16": ("TP2", "DP2-DO")}
 READERS = {"float32": ("TP2", "PP2", "DP2-DO"), "bf16": ("PP2", "DP2-DO")}
@@ -56,22 +53,13 @@ def main(folder: Path) -> None:
 
 
 def with_layout(name: str, work: Callable[[ParallelGroups], None]) -> None:
-    from megatron.core import parallel_state  # after omni_engine, which prepares it
-
-    layout = LAYOUTS[name]
-    groups = initialize(layout.tp, layout.pp, seed=0, timeout_minutes=2)
+    groups = initialize(LAYOUTS[name], seed=0)
     work(groups)
-    parallel_state.destroy_model_parallel()
+    leave_layout()
 
 
 def build(folder: Path, groups: ParallelGroups, name: str, precision: str) -> Trainee:
-    layout = LAYOUTS[name]
-    parallel = ParallelSettings(
-        tensor_model_parallel_size=layout.tp,
-        pipeline_model_parallel_size=layout.pp,
-        use_distributed_optimizer=layout.distributed_optimizer,
-    )
-    return build_trainee(folder / "model", groups, parallel, bf16=precision == "bf16")
+    return build_trainee(folder / "model", groups, LAYOUTS[name], bf16=precision == "bf16")
 
 
 def write(folder: Path, groups: ParallelGroups, name: str, precision: str) -> None:
@@ -99,14 +87,14 @@ def export_pipeline_once(folder: Path, trainee: Trainee, name: str) -> None:
     policy = trainee.policy
     if policy.groups.dp_rank == 0:
         target = folder / "exports" / name
-        export_pipeline(policy.stage, policy.family.mapping, folder / "model", target, policy.groups)
+        export_pipeline(policy.parameters(), policy.family.mapping, folder / "model", target, policy.groups)
 
 
 def read(folder: Path, groups: ParallelGroups, name: str, precision: str) -> None:
     """Load every writer's checkpoint, then two steps."""
     for writer in WRITERS[precision]:
         trainee = build(folder, groups, name, precision)
-        for parameter in trainee.policy.stage.parameters():
+        for parameter in trainee.policy.parameters().values():
             parameter.data.fill_(7.0)
         load_checkpoint(folder / f"{precision}-{writer}", trainee.policy, trainee.optimizer)
         dump(folder, trainee, f"{precision}-{writer}-{name}-loaded")
@@ -168,8 +156,7 @@ def dump(folder: Path, trainee: Trainee, name: str) -> None:
     (inner,) = trainee.optimizer.optimizer.chained_optimizers
     if not hasattr(inner, "gbuf_ranges"):
         masters = {
-            name: getattr(parameter, "main_param", parameter)
-            for name, parameter in trainee.policy.stage.named_parameters()
+            name: getattr(parameter, "main_param", parameter) for name, parameter in trainee.policy.parameters().items()
         }
         for key in ("exp_avg", "exp_avg_sq"):
             local[key] = {name: inner.optimizer.state[master][key] for name, master in masters.items()}

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 from omni_engine.arguments import AlgorithmSettings, OptimizerSettings, ParallelSettings, RolloutSettings
 from omni_engine.flow import FlowSegment, Samples, log_prob_convention
 from omni_engine.models.guidance import Guidance
-from omni_engine.parallel import ParallelGroups, destroy, initialize
+from omni_engine.parallel import ParallelGroups, destroy, initialize, leave_layout
 from omni_engine.reward import Reward, RewardPool
 from omni_engine.rollout import IterationPlan, RolloutChunk
 from omni_engine.training.optimizer import StepResult
@@ -46,24 +46,32 @@ ALGORITHM = AlgorithmSettings(clip_range=0.02, updates_per_rollout=2)
 OPTIMIZER = OptimizerSettings(lr=0.01, adam_eps=1e-4, clip_grad=0.02, weight_decay=0.01, micro_batch_size=4)
 
 
-@dataclass(frozen=True)
-class Layout:
-    tp: int = 1
-    pp: int = 1
-    sequence_parallel: bool = False
-    distributed_optimizer: bool = False
+def layout(tp: int = 1, pp: int = 1, **others: Any) -> ParallelSettings:
+    return ParallelSettings(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, **others)
 
 
 LAYOUTS = {
-    "ONE": Layout(),
-    "TP2": Layout(tp=2),
-    "TP2-SP": Layout(tp=2, sequence_parallel=True),
-    "PP2": Layout(pp=2),
-    "DP2": Layout(),
-    "DP2-DO": Layout(distributed_optimizer=True),
-    "TP2xPP2-SP": Layout(tp=2, pp=2, sequence_parallel=True),
-    "DP2xTP2-SP-DO": Layout(tp=2, sequence_parallel=True, distributed_optimizer=True),
-    "DP2xPP2": Layout(pp=2),
+    "ONE": layout(),
+    "TP2": layout(tp=2),
+    "TP2-SP": layout(tp=2, sequence_parallel=True),
+    "PP2": layout(pp=2),
+    "PP2xVPP2": layout(pp=2, num_virtual_stages_per_pipeline_rank=2),
+    "PP2-uneven": layout(pp=2, pipeline_layout=(3, 1)),
+    "U2": layout(ulysses_degree=2),
+    "R2": layout(ring_degree=2),
+    "R2-math": layout(ring_degree=2, ring_attention_kernel="math"),
+    "DP2": layout(),
+    "DP2-DO": layout(use_distributed_optimizer=True),
+    "PP4": layout(pp=4),
+    "U2xR2": layout(ulysses_degree=2, ring_degree=2),
+    "TP2xU2": layout(tp=2, ulysses_degree=2),
+    "TP2xR2-SP": layout(tp=2, ring_degree=2, sequence_parallel=True),
+    "PP2xU2": layout(pp=2, ulysses_degree=2),
+    "PP2xVPP2xR2": layout(pp=2, ring_degree=2, num_virtual_stages_per_pipeline_rank=2),
+    "DP2xU2-DO": layout(ulysses_degree=2, use_distributed_optimizer=True),
+    "TP2xPP2-SP": layout(tp=2, pp=2, sequence_parallel=True),
+    "DP2xTP2-SP-DO": layout(tp=2, sequence_parallel=True, use_distributed_optimizer=True),
+    "DP2xPP2": layout(pp=2),
 }
 
 
@@ -93,37 +101,30 @@ ROLLOUTS = {
 
 def main(folder: Path, wanted: Mapping[str, list[str]]) -> None:
     """Run the cases of each layout, one layout after the other."""
-    from megatron.core import parallel_state  # omni_engine has to be imported first
-
     for name, cases in wanted.items():
         layout = LAYOUTS[name]
-        groups = initialize(layout.tp, layout.pp, seed=0, timeout_minutes=5)
+        groups = initialize(layout, seed=0)
         (folder / name).mkdir(exist_ok=True)
         for case in cases:
             torch.manual_seed(1000 + groups.rank)
             run = run_rollout if case in ROLLOUTS else run_training
             tensors, figures = run(folder, groups, layout, case)
-            place = {"tp": groups.tp_rank, "pp": groups.pp_rank, "dp": groups.dp_rank}
+            place = {"tp": groups.tp_rank, "cp": groups.cp_rank, "pp": groups.pp_rank, "dp": groups.dp_rank}
             save_file(
                 {key: value.contiguous() for key, value in tensors.items()},
                 folder / name / f"{case}.{groups.rank}.safetensors",
                 metadata={"figures": json.dumps(figures | place)},
             )
-        parallel_state.destroy_model_parallel()
+        leave_layout()
 
 
-def setup_of(layout: Layout, case: Case, sde_type: str = "sde") -> Setup:
+def setup_of(layout: ParallelSettings, case: Case, sde_type: str = "sde") -> Setup:
     return Setup(
         guidance=GUIDANCES[case.guidance],
         rollout=replace(ROLLOUT, sde_type=sde_type),
         algorithm=replace(ALGORITHM, kl_coef=case.kl_coef),
         optimizer=OPTIMIZER,
-        parallel=ParallelSettings(
-            tensor_model_parallel_size=layout.tp,
-            pipeline_model_parallel_size=layout.pp,
-            sequence_parallel=layout.sequence_parallel,
-            use_distributed_optimizer=layout.distributed_optimizer,
-        ),
+        parallel=layout,
         recompute=case.recompute,
         bf16=case.bf16,
         max_log_prob_gap=1.0,
@@ -131,7 +132,7 @@ def setup_of(layout: Layout, case: Case, sde_type: str = "sde") -> Setup:
 
 
 def run_training(
-    folder: Path, groups: ParallelGroups, layout: Layout, name: str
+    folder: Path, groups: ParallelGroups, layout: ParallelSettings, name: str
 ) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     """Three iterations on the stored samples: metrics of each, the first gradient, the weights before and after."""
     case = TRAINING[name]
@@ -157,7 +158,7 @@ def run_training(
 
 
 def run_rollout(
-    folder: Path, groups: ParallelGroups, layout: Layout, name: str
+    folder: Path, groups: ParallelGroups, layout: ParallelSettings, name: str
 ) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     """One iteration sampled by the policy, replayed by the trainer with a limit of zero on the gap, and scored."""
     guidance, sde_type, bf16 = ROLLOUTS[name]
@@ -200,10 +201,10 @@ def reduced_gradients(engine: Engine) -> dict[str, torch.Tensor]:
     """This rank's gradients; under the distributed optimizer each replica has reduced a part, so they are exchanged."""
     groups = engine.groups
     if engine.setup.parallel.use_distributed_optimizer:
-        for buffer in engine.optimizer.ddp.buffers:
+        for buffer in (buffer for chunk in engine.optimizer.ddp for buffer in chunk.buffers):
             for bucket in buffer.buckets:
-                own = bucket.grad_data.chunk(groups.dp_size)[groups.dp_rank].clone()
-                dist.all_gather_into_tensor(bucket.grad_data, own, group=groups.dp)
+                own = bucket.grad_data.chunk(groups.dp_cp.size())[groups.dp_cp_rank].clone()
+                dist.all_gather_into_tensor(bucket.grad_data, own, group=groups.dp_cp)
     return engine.gradients()
 
 

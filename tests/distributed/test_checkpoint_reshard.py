@@ -96,7 +96,7 @@ def test_a_single_process_loads_and_exports_have_the_weights(
     load_checkpoint(folder / f"{precision}-{writer}", trainee.policy, trainee.optimizer)
     (inner,) = trainee.optimizer.optimizer.chained_optimizers
     found = {}
-    for path, parameter in trainee.policy.stage.named_parameters():
+    for path, parameter in trainee.policy.parameters().items():
         entry = trainee.policy.family.mapping.entries[path]
         state = inner.optimizer.state[getattr(parameter, "main_param", parameter)]
         for kind, tensor in {"weight": parameter.data, "exp_avg": state["exp_avg"]}.items():

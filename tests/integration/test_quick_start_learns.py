@@ -143,7 +143,7 @@ def engine_pictures(folder: Path, prompts: list[str], groups: ParallelGroups) ->
     """uint8 [B, HEIGHT, WIDTH, 3] by plain ODE steps, sample i from the noise of id i."""
     family = build_family("qwen_image", folder)
     policy = Policy(family, groups, ModelSettings(str(folder), height=HEIGHT, width=WIDTH), ParallelSettings())
-    load_transformer(policy.stage, family.mapping, folder / "transformer", groups)
+    load_transformer(policy.parameters(), family.mapping, folder / "transformer", groups)
     components = family.load_components(1024)
     rollout = NativeRollout(policy, PromptEncoder(components, groups, " "), components, HEIGHT, WIDTH)
     ids = torch.arange(len(prompts))

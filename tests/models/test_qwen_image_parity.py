@@ -45,7 +45,7 @@ def test_forward_and_gradients_equal_diffusers(
     family = build_family("qwen_image", save_folder(reference, tmp_path))
     model_settings = ModelSettings(model=str(tmp_path), height=16, width=16, recompute_granularity=recompute)
     policy = Policy(family, single_process, model_settings, ParallelSettings())
-    load_transformer(policy.stage, family.mapping, tmp_path / "transformer", single_process)
+    load_transformer(policy.parameters(), family.mapping, tmp_path / "transformer", single_process)
 
     generator = torch.Generator().manual_seed(1)
     batch, tokens = len(lengths), grid[1] * grid[2]
@@ -65,7 +65,7 @@ def test_forward_and_gradients_equal_diffusers(
     expected = {name: p.grad if p.grad is not None else torch.zeros_like(p) for name, p in reference.named_parameters()}
     scale = max(float(gradient.norm()) for gradient in expected.values())
     found = {}
-    for path, parameter in policy.stage.named_parameters():
+    for path, parameter in policy.parameters().items():
         gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
         entry = family.mapping.entries[path]
         found.update(zip(entry.sources, entry.split(gradient), strict=True))
@@ -81,7 +81,7 @@ def test_padding_changes_no_bit_of_a_short_prompt(tmp_path: Path, single_process
     reference = make_transformer()
     family = build_family("qwen_image", save_folder(reference, tmp_path))
     policy = Policy(family, single_process, ModelSettings(model=str(tmp_path), height=16, width=16), ParallelSettings())
-    load_transformer(policy.stage, family.mapping, tmp_path / "transformer", single_process)
+    load_transformer(policy.parameters(), family.mapping, tmp_path / "transformer", single_process)
     generator = torch.Generator().manual_seed(2)
     latents, time = torch.randn(1, 8, 16, generator=generator), torch.rand(1, generator=generator)
     row = torch.randn(3, 24, generator=generator)

@@ -116,7 +116,7 @@ def gradient_by_hand(
                 settings = engine.setup.algorithm
                 loss = loss + settings.kl_coef * (drift * (v - anchor)).square().mean() / (2 * scale**2)
             total = total + loss / (int(valid.sum()) * len(segment.steps))
-    parameters = dict(engine.policy.stage.named_parameters())
+    parameters = engine.policy.parameters()
     gradients = torch.autograd.grad(total, list(parameters.values()), materialize_grads=True)
     return dict(zip(parameters, gradients, strict=True))
 
@@ -137,7 +137,7 @@ def test_the_gradient_of_the_kl_term_is_autograds(build: Build, guidance: Guidan
     """With a second policy, whose weights have moved off the reference."""
     engine, start = build(guidance, updates=1, limit=1.0, kl=1000.0), build(guidance, updates=1)
     with torch.no_grad():
-        for parameter in engine.policy.stage.parameters():
+        for parameter in engine.policy.parameters().values():
             parameter.mul_(1.05)
     twin = build(guidance, updates=1, kl=1000.0)
     twin.policy.stage.load_state_dict(engine.policy.stage.state_dict())

@@ -62,7 +62,7 @@ def sign_flipped(run: Run) -> AbstractContextManager[Any]:
 
 def stale_rollout(run: Run) -> AbstractContextManager[Any]:
     """The rollout keeps the weights of the start while the trainer moves on."""
-    frozen, generate = ReferenceWeights(run.policy.stage), run.engine.generate
+    frozen, generate = ReferenceWeights(run.policy.parameters()), run.engine.generate
 
     def stale(request: RolloutRequest) -> Iterator[RolloutChunk]:
         with frozen.in_place():

@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -31,7 +32,7 @@ from omni_engine.arguments import ModelSettings, ParallelSettings
 from omni_engine.checkpoint.huggingface import load_transformer
 from omni_engine.models import DenoiserInput, TextCondition, build_family
 from omni_engine.models.policy import Policy
-from omni_engine.parallel import destroy, initialize
+from omni_engine.parallel import ParallelGroups, destroy, initialize
 from omni_engine.platform import get_platform
 
 
@@ -75,7 +76,7 @@ def build(case: Case, folder: Path) -> tuple[Callable[[], None], Callable[[], No
     groups = initialize_once()
     settings = ModelSettings(model=str(folder), height=16 * case.grid[1], width=16 * case.grid[2])
     policy = Policy(family, groups, settings, ParallelSettings())
-    load_transformer(policy.stage, family.mapping, folder / "transformer", groups)
+    load_transformer(policy.parameters(), family.mapping, folder / "transformer", groups)
 
     tokens = case.grid[1] * case.grid[2]
     latents, cotangent = torch.randn(2, case.batch, tokens, 64)
@@ -91,21 +92,18 @@ def build(case: Case, folder: Path) -> tuple[Callable[[], None], Callable[[], No
         out = reference(latents, embeddings, None, sigma, [[case.grid]] * case.batch, return_dict=False)[0]
         (out * cotangent).sum().backward()
 
-    work = sum(spec.multiply_adds for spec in family.block_specs(tokens, case.text_tokens)) * case.batch
+    work = sum(block.multiply_adds for block in family.costs(tokens, case.text_tokens).blocks) * case.batch
     return ours, theirs, 3 * 2 * work
 
 
-def initialize_once():
+@cache
+def initialize_once() -> ParallelGroups:
     """Groups of one process."""
-    from omni_engine.parallel import current_groups
-
-    if dist.is_initialized():
-        return current_groups()
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     dist.init_process_group(get_platform().dist_backend, init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
-    return initialize(1, 1, seed=0, timeout_minutes=5)
+    return initialize(ParallelSettings(), seed=0)
 
 
 def seconds(step: Callable[[], object], clock: Callable[[], float]) -> float:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Joint attention over the concatenated streams, heads sharded over the tensor-parallel axis."""
+"""Joint attention over the concatenated streams: heads sharded over the tensor-parallel axis, tokens over the context
+axis."""
 
 from __future__ import annotations
 
@@ -7,6 +8,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+
+from omni_engine.parallel import ParallelGroups, usp_attention
+from omni_engine.platform.attention_kernels import AttentionKernel
 
 
 class QKNorm(torch.nn.Module):
@@ -57,15 +61,25 @@ def normalize_heads(qk: torch.Tensor, weight: torch.Tensor, eps: float) -> torch
     return out
 
 
-def joint_attention(qk: torch.Tensor, value: torch.Tensor, key_mask: torch.Tensor | None) -> torch.Tensor:
-    """Bidirectional attention over all joint tokens.
+def joint_attention(
+    qk: torch.Tensor,
+    value: torch.Tensor,
+    key_mask: torch.Tensor | None,
+    groups: ParallelGroups,
+    kernel: AttentionKernel,
+) -> torch.Tensor:
+    """Bidirectional attention over all joint tokens of all context ranks.
 
     Args:
-        qk: [S, B, 2, H, D], queries first.
+        qk: [S, B, 2, H, D], queries first, of this context rank's tokens.
         value: [S, B, H, D].
-        key_mask: [B, S] bool, False on padding that no token may attend to; None when there is no padding.
+        key_mask: [B, S * cp] bool, context rank by context rank, False on padding that no token may attend to; None
+            when there is no padding.
+        kernel: of a step of ring attention.
     Returns: [S, B, H * D].
     """
+    if groups.cp_size > 1:
+        return usp_attention(torch.cat([qk, value[:, :, None]], dim=2), key_mask, groups, kernel).flatten(2)
     query, key = qk.permute(2, 1, 3, 0, 4)  # each [B, H, S, D]
     mask = None if key_mask is None else key_mask[:, None, None, :]
     out = F.scaled_dot_product_attention(query, key, value.permute(1, 2, 0, 3), attn_mask=mask)
