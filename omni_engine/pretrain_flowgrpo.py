@@ -69,7 +69,8 @@ def _train(settings: Settings) -> None:
     run = build_run(settings, groups)
     try:
         if groups.rank == 0:
-            run.logger.message(settings.describe() + f"\nLayout: {groups.describe()} on {platform.name}")
+            told = f"Layout: {groups.describe()} on {platform.name}\nOptimizer: {run.optimizer.describe()}"
+            run.logger.message(f"{settings.describe()}\n{told}")
         train(run)
         run.finish()
     except BaseException:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
+from functools import cache
 
 import pytest
 import torch.distributed as dist
@@ -15,12 +16,18 @@ from omni_engine.parallel import ParallelGroups, destroy, initialize
 from omni_engine.platform import get_platform
 
 
-@pytest.fixture(scope="session")
-def single_process() -> Iterator[ParallelGroups]:
-    """Groups of size one."""
+@cache
+def _groups() -> ParallelGroups:
+    """Built once, whichever of the folders that import the fixture asks first."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     dist.init_process_group(get_platform().dist_backend, init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
-    yield initialize(ParallelSettings(), seed=0)
+    return initialize(ParallelSettings(), seed=0)
+
+
+@pytest.fixture(scope="session")
+def single_process() -> Iterator[ParallelGroups]:
+    """Groups of size one."""
+    yield _groups()
     destroy()

@@ -12,9 +12,10 @@ from pathlib import Path
 import torch
 
 import omni_engine  # noqa: F401 - prepares megatron.core's import
-from omni_engine.arguments import ModelSettings, OptimizerSettings, ParallelSettings
+from omni_engine.arguments import LoraSettings, ModelSettings, OptimizerSettings, ParallelSettings
 from omni_engine.checkpoint import load_transformer
 from omni_engine.models import DenoiserInput, TextCondition, build_family
+from omni_engine.models.adapters import initialize_adapters
 from omni_engine.models.policy import Policy
 from omni_engine.parallel import ParallelGroups
 from omni_engine.training.optimizer import PolicyOptimizer
@@ -66,10 +67,17 @@ def build_trainee(
     parallel: ParallelSettings | None = None,
     optimizer: OptimizerSettings = OPTIMIZER,
     bf16: bool = False,
+    lora: LoraSettings | None = None,
+    ema_decay: float = 0.0,
 ) -> Trainee:
-    """A policy with the folder's weights that has not trained yet."""
+    """A policy with the folder's weights that has not trained yet. An average takes part of every step."""
     parallel = parallel or ParallelSettings()
     family = build_family("qwen_image", folder)
-    policy = Policy(family, groups, ModelSettings(model=str(folder), height=16, width=24, bf16=bf16), parallel)
-    load_transformer(policy.parameters(), family.mapping, folder / "transformer", groups)
-    return Trainee(policy, PolicyOptimizer(policy, optimizer, parallel, train_iters=10))
+    policy = Policy(family, groups, ModelSettings(model=str(folder), height=16, width=24, bf16=bf16), parallel, lora)
+    load_transformer(policy.base_parameters(), family.mapping, folder / "transformer", groups)
+    if lora is not None:
+        initialize_adapters(policy.adapters(), policy.mapping, groups, lora.lora_rank, seed=0)
+    trainee = Trainee(policy, PolicyOptimizer(policy, optimizer, parallel, train_iters=10))
+    if ema_decay:
+        trainee.optimizer.keep_average(ema_decay, interval=1)
+    return trainee

@@ -11,8 +11,10 @@ from omni_engine.arguments.algorithm import AlgorithmSettings
 from omni_engine.arguments.checkpoint import CheckpointSettings
 from omni_engine.arguments.checkpoint_folder import newest_iteration, where_to_continue
 from omni_engine.arguments.data import DataSettings
+from omni_engine.arguments.ema import EmaSettings
 from omni_engine.arguments.faults import Fault, SettingsError
 from omni_engine.arguments.logging import LoggingSettings
+from omni_engine.arguments.lora import LoraSettings
 from omni_engine.arguments.model import ModelSettings
 from omni_engine.arguments.optimizer import OptimizerSettings
 from omni_engine.arguments.parallel import ParallelSettings
@@ -27,8 +29,10 @@ __all__ = [
     "AlgorithmSettings",
     "CheckpointSettings",
     "DataSettings",
+    "EmaSettings",
     "Fault",
     "LoggingSettings",
+    "LoraSettings",
     "ModelSettings",
     "OptimizerSettings",
     "ParallelSettings",

@@ -24,6 +24,13 @@ class LoggingSettings:
     progress_bar: str = flag(
         "auto", choices=("auto", "always", "never"), help="Progress bar of an iteration. auto: on a terminal only."
     )
+    peak_tflops: float = flag(
+        0.0,
+        unit="1e12 FLOP/s",
+        at_least=0,
+        help="Peak rate of a device that throughput/mfu is a fraction of. 0: from a table of devices, measured on a "
+        "CPU; for a device that is not in the table there is no throughput/mfu.",
+    )
     profile: bool = flag(
         False,
         source="Megatron",

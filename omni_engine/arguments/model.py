@@ -34,7 +34,8 @@ class ModelSettings:
     )
     recompute_granularity: str = flag(
         "none",
-        choices=("none", "full"),
+        choices=("none", "selective", "full"),
         source="Megatron",
-        help="full: keep only the input of each block and run the block again in the backward pass.",
+        help="selective: make norms, modulation, rotary positions and GELU again in the backward pass instead of "
+        "keeping them. full: keep only the input of each block and run the whole block again.",
     )

@@ -50,13 +50,13 @@ class ParallelSettings:
         unit="stages",
         at_least=1,
         source="Megatron",
-        help="Stages that each pipeline rank holds, interleaved (VPP): a smaller bubble for more messages. Needs PP > 1.",
+        help="Stages that each pipeline rank holds, interleaved (VPP): a smaller bubble, more messages. Needs PP > 1.",
     )
     pipeline_layout: tuple[int, ...] = flag(
         (),
         unit="blocks",
         at_least=1,
-        help="Blocks of every stage in the order in which they run (PP x VPP numbers). Not given: cut by work and memory.",
+        help="Blocks of every stage in the order in which they run (PP x VPP numbers). none: cut by work and memory.",
     )
     use_distributed_optimizer: bool = flag(
         False, source="Megatron", help="Shard the optimizer state and the main parameters over the data-parallel ranks."
@@ -83,8 +83,8 @@ class ParallelSettings:
     optimizer_cpu_offload: bool = flag(
         False,
         source="Megatron",
-        help="Keep optimizer state and float32 main weights in host memory and step there. Needs "
-        "--use-distributed-optimizer and a device that has a memory of its own.",
+        help="Keep optimizer state and float32 main weights in host memory and step there. Needs --bf16, "
+        "--use-distributed-optimizer, transformer-engine and a device that has a memory of its own.",
     )
     optimizer_offload_fraction: float = flag(
         1.0,

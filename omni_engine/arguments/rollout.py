@@ -60,6 +60,12 @@ class RolloutSettings:
         choices=("both", "conditional"),
         help="Branches of guidance that receive a gradient. conditional: the unconditional branch is a constant.",
     )
+    old_log_prob: str = flag(
+        "rollout",
+        choices=("rollout", "recompute"),
+        help="Where the denominator of the ratio comes from. rollout: the log-probs that were sampled with; the native "
+        "engine gives the trainer's exactly. recompute: one more forward pass of the trainer over all decisions.",
+    )
     max_log_prob_gap: float = flag(
         1e-6,
         at_least=0,

@@ -11,8 +11,10 @@ from typing import Any
 from omni_engine.arguments.algorithm import AlgorithmSettings
 from omni_engine.arguments.checkpoint import CheckpointSettings
 from omni_engine.arguments.data import DataSettings
+from omni_engine.arguments.ema import EmaSettings
 from omni_engine.arguments.flag import Flag, flags_of
 from omni_engine.arguments.logging import LoggingSettings
+from omni_engine.arguments.lora import LoraSettings
 from omni_engine.arguments.model import ModelSettings
 from omni_engine.arguments.optimizer import OptimizerSettings
 from omni_engine.arguments.parallel import ParallelSettings
@@ -26,10 +28,12 @@ class Settings:
     """All settings of a run, one dataclass a concern. A part of the engine is given its own one, never this."""
 
     model: ModelSettings
+    lora: LoraSettings
     parallel: ParallelSettings
     rollout: RolloutSettings
     algorithm: AlgorithmSettings
     optimizer: OptimizerSettings
+    ema: EmaSettings
     training: TrainingSettings
     data: DataSettings
     reward: RewardSettings
@@ -82,10 +86,12 @@ class Settings:
 
 CONCERNS: dict[str, type] = {
     "model": ModelSettings,
+    "lora": LoraSettings,
     "parallel": ParallelSettings,
     "rollout": RolloutSettings,
     "algorithm": AlgorithmSettings,
     "optimizer": OptimizerSettings,
+    "ema": EmaSettings,
     "training": TrainingSettings,
     "data": DataSettings,
     "reward": RewardSettings,

@@ -12,9 +12,11 @@ from typing import Any
 
 from omni_engine.arguments.checkpoint_folder import TRACKER_FILE
 from omni_engine.arguments.faults import Fault
-from omni_engine.arguments.flag import plain_text
 from omni_engine.arguments.pipeline_folder import PipelineFacts, read_pipeline_facts
+from omni_engine.arguments.rules import Rules, divisors, listed, multiples_near
 from omni_engine.arguments.settings import FLAGS, Settings
+from omni_engine.arguments.validate_execution import check_execution
+from omni_engine.arguments.validate_layout import check_layout, layout_names
 
 
 def validate(settings: Settings, world_size: int) -> list[Fault]:
@@ -24,21 +26,23 @@ def validate(settings: Settings, world_size: int) -> list[Fault]:
     read or written. The lines of a prompt file are checked by `omni_engine.data`, scorer names by `omni_engine.reward`.
     """
     values = settings.values()
-    alone = _Rules(settings)
+    alone = Rules(settings)
     for name, flag in FLAGS.items():
         problem = flag.check(values[name])
         if problem is not None:
             alone.refuse([name], problem, flag.expected)
     spoilt = {fault.names[0] for fault in alone.faults}
 
-    together = _Rules(settings_without(values, spoilt))
+    together = Rules(settings_without(values, spoilt))
     facts = read_pipeline_facts(together.settings.model.model)
     _check_model(together, facts)
-    _check_layout(together, facts, world_size)
+    check_layout(together, facts, world_size)
+    check_execution(together, world_size)
     _check_batch(together, world_size)
     _check_window(together)
     _check_advantages(together)
     _check_optimizer(together)
+    _check_adapters_and_average(together)
     _check_rewards(together)
     _check_inputs(together)
     _check_outputs(together)
@@ -51,20 +55,7 @@ def settings_without(values: Mapping[str, Any], spoilt: Collection[str]) -> Sett
     return Settings.from_values(usable | {name: "" for name in spoilt if FLAGS[name].required})
 
 
-class _Rules:
-    """Collects faults, each with the flags concerned and their values."""
-
-    def __init__(self, settings: Settings) -> None:
-        self.settings = settings
-        self.faults: list[Fault] = []
-
-    def refuse(self, names: Collection[str], what: str, remedy: str) -> None:
-        values = self.settings.values()
-        where = " ".join(f"{FLAGS[name].option} {plain_text(values[name])}" for name in names)
-        self.faults.append(Fault(where, what, remedy, tuple(names)))
-
-
-def _check_model(rules: _Rules, facts: PipelineFacts) -> None:
+def _check_model(rules: Rules, facts: PipelineFacts) -> None:
     model = rules.settings.model
     folder = Path(model.model)
     if not folder.is_dir():
@@ -78,57 +69,24 @@ def _check_model(rules: _Rules, facts: PipelineFacts) -> None:
             what = (
                 f"not a multiple of {multiple} pixels, the VAE's scale factor times the 2 x 2 packing of {model.model}"
             )
-            rules.refuse([name], what, f"Use {_multiples_near(pixels, multiple)}")
+            rules.refuse([name], what, f"Use {multiples_near(pixels, multiple)}")
 
 
-def _check_layout(rules: _Rules, facts: PipelineFacts, world_size: int) -> None:
-    parallel, model = rules.settings.parallel, rules.settings.model
-    tensor, stages = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    if world_size % (tensor * stages):
-        rules.refuse(
-            ["tensor_model_parallel_size", "pipeline_model_parallel_size"],
-            f"{world_size} processes cannot be cut into model replicas of {tensor} x {stages} = {tensor * stages}",
-            f"Start {_multiples_near(world_size, tensor * stages)} processes, or choose sizes whose product divides "
-            f"{world_size}",
-        )
-    heads = facts.attention_heads
-    if heads is not None and heads % tensor:
-        what = f"the model's {heads} attention heads cannot be shared by {tensor} ranks"
-        rules.refuse(["tensor_model_parallel_size"], what, f"Use one of {_listed(_divisors(heads))}")
-    if facts.layers is not None and stages > facts.layers:
-        what = f"the model has {facts.layers} blocks, fewer than stages"
-        rules.refuse(["pipeline_model_parallel_size"], what, f"Use at most {facts.layers}")
-    if not parallel.sequence_parallel:
-        return
-    names = ["sequence_parallel", "tensor_model_parallel_size"]
-    if tensor == 1:
-        what = "tokens are shared by the TP ranks, of which there is one"
-        rules.refuse(names, what, "Use --no-sequence-parallel or --tensor-model-parallel-size 2 or more")
-    tokens = facts.image_tokens(model.height, model.width)
-    if tokens is not None and tokens % tensor:
-        rules.refuse(
-            [*names, "height", "width"],
-            f"the {tokens} image tokens cannot be shared evenly by {tensor} ranks",
-            f"Choose a size in pixels whose token count is a multiple of {tensor}, or one of "
-            f"{_listed(_divisors(tokens))} as --tensor-model-parallel-size",
-        )
-
-
-def _check_batch(rules: _Rules, world_size: int) -> None:
+def _check_batch(rules: Rules, world_size: int) -> None:
     rollout, algorithm, parallel = rules.settings.rollout, rules.settings.algorithm, rules.settings.parallel
     replicas = parallel.data_parallel_size(world_size)
     if replicas == 0 or world_size % replicas:
         return  # the layout is refused already
     prompts, updates = rollout.prompts_per_step, algorithm.updates_per_rollout
-    layout = ["tensor_model_parallel_size", "pipeline_model_parallel_size"]
+    layout = layout_names(parallel)
     shares = updates * replicas
     if prompts % shares:
-        fitting = [count for count in _divisors(prompts) if prompts % (count * replicas) == 0]
-        also = f", or one of {_listed(fitting)} as --updates-per-rollout" if fitting else ""
+        fitting = [count for count in divisors(prompts) if prompts % (count * replicas) == 0]
+        also = f", or one of {listed(fitting)} as --updates-per-rollout" if fitting else ""
         rules.refuse(
             ["prompts_per_step", "updates_per_rollout", *layout],
             f"the prompts cannot be shared evenly by {updates} updates x {replicas} data-parallel ranks = {shares}",
-            f"Use {_multiples_near(prompts, shares)} as --prompts-per-step{also}",
+            f"Use {multiples_near(prompts, shares)} as --prompts-per-step{also}",
         )
         return
     samples = prompts * rollout.samples_per_prompt // shares
@@ -137,11 +95,23 @@ def _check_batch(rules: _Rules, world_size: int) -> None:
         rules.refuse(
             ["micro_batch_size", "prompts_per_step", "samples_per_prompt", "updates_per_rollout", *layout],
             f"the {samples} samples of a data-parallel rank for one update cannot be cut into equal micro-batches",
-            f"Use one of {_listed(_divisors(samples))} as --micro-batch-size",
+            f"Use one of {listed(divisors(samples))} as --micro-batch-size",
+        )
+        return
+    passes = samples // micro_batch_size * rollout.sde_window_size
+    stages = parallel.pipeline_model_parallel_size
+    if parallel.num_virtual_stages_per_pipeline_rank > 1 and passes % stages:
+        fitting = [size for size in divisors(samples) if samples // size * rollout.sde_window_size % stages == 0]
+        remedy = f"Use one of {listed(fitting)} as --micro-batch-size, or" if fitting else "Use"
+        rules.refuse(
+            ["num_virtual_stages_per_pipeline_rank", "pipeline_model_parallel_size", "micro_batch_size"],
+            f"interleaved stages take micro-batches in groups of {stages}, and an update has {passes} (samples / "
+            f"micro-batch x steps of the window: {samples} / {micro_batch_size} x {rollout.sde_window_size})",
+            f"{remedy} --num-virtual-stages-per-pipeline-rank 1",
         )
 
 
-def _check_window(rules: _Rules) -> None:
+def _check_window(rules: Rules) -> None:
     rollout = rules.settings.rollout
     low, high = rollout.sde_window_range
     steps, size = rollout.num_inference_steps, rollout.sde_window_size
@@ -170,7 +140,7 @@ def _check_window(rules: _Rules) -> None:
         rules.refuse(["noise_level", "sde_type"], "cps mixes in sin(noise_level * pi / 2) of noise", "Use at most 1")
 
 
-def _check_advantages(rules: _Rules) -> None:
+def _check_advantages(rules: Rules) -> None:
     algorithm = rules.settings.algorithm
     if algorithm.advantage_std != "none" and algorithm.advantage_epsilon == algorithm.advantage_std_floor == 0:
         rules.refuse(
@@ -180,7 +150,7 @@ def _check_advantages(rules: _Rules) -> None:
         )
 
 
-def _check_optimizer(rules: _Rules) -> None:
+def _check_optimizer(rules: Rules) -> None:
     optimizer, train_iters = rules.settings.optimizer, rules.settings.training.train_iters
     if optimizer.min_lr > optimizer.lr:
         rules.refuse(["min_lr", "lr"], "the lowest rate is above the highest", f"Use at most {optimizer.lr:g}")
@@ -191,7 +161,22 @@ def _check_optimizer(rules: _Rules) -> None:
         rules.refuse(["lr_warmup_iters", end], what, f"Use a warm-up of at most {last - 1} iterations")
 
 
-def _check_rewards(rules: _Rules) -> None:
+def _check_adapters_and_average(rules: Rules) -> None:
+    """Flags that ask for weights which the run does not hold. Target modules are compared with the model's own names
+    when it is built."""
+    lora, ema, export = rules.settings.lora, rules.settings.ema, rules.settings.checkpoint.export_hf
+    if lora.export_merged and not lora.enabled:
+        what = "there are no adapters to merge: all weights are trained and exported"
+        rules.refuse(["export_merged", "lora_rank"], what, "Use --no-export-merged, or a --lora-rank above 0")
+    if lora.export_merged and export is None:
+        rules.refuse(["export_merged", "export_hf"], "nothing is exported", "Give --export-hf a folder")
+    for name in ("eval_weights", "export_weights"):
+        if getattr(ema, name) == "ema" and not ema.ema_decay:
+            remedy = f"Set --ema-decay (0.9 in flow_grpo), or --{name.replace('_', '-')} policy"
+            rules.refuse([name, "ema_decay"], "no average of the weights is kept", remedy)
+
+
+def _check_rewards(rules: Rules) -> None:
     reward = rules.settings.reward
     if len(reward.reward) != len(reward.reward_weights):
         rules.refuse(
@@ -209,7 +194,7 @@ def _check_rewards(rules: _Rules) -> None:
         rules.refuse(["reward", "eval_reward"], what, "Name each scorer once (scorers of --reward are evaluated too)")
 
 
-def _check_inputs(rules: _Rules) -> None:
+def _check_inputs(rules: Rules) -> None:
     data, load = rules.settings.data, rules.settings.checkpoint.load
     for name, path in (("train_prompts", data.train_prompts), ("eval_prompts", data.eval_prompts)):
         if path is None:
@@ -230,7 +215,7 @@ def _check_inputs(rules: _Rules) -> None:
         rules.refuse(["load"], f"holds no {TRACKER_FILE}", remedy)
 
 
-def _check_outputs(rules: _Rules) -> None:
+def _check_outputs(rules: Rules) -> None:
     settings = rules.settings
     logging = settings.logging
     if logging.run_name in ("", ".", "..") or "/" in logging.run_name or os.sep in logging.run_name:
@@ -261,19 +246,3 @@ def _not_writable(folder: Path) -> str | None:
     if not existing.is_dir():
         return f"{existing} is a file, not a folder"
     return None if os.access(existing, os.W_OK | os.X_OK) else f"{existing} cannot be written by this user"
-
-
-def _divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
-
-
-def _multiples_near(number: int, unit: int) -> str:
-    """The multiples of `unit` around `number`, for people: `16 or 24`."""
-    lower = number // unit * unit
-    return f"{lower} or {lower + unit}" if lower else str(unit)
-
-
-def _listed(numbers: list[int]) -> str:
-    """A list for people, cut in the middle when long: `1, 2, 3, ..., 96`."""
-    shown = [str(number) for number in numbers]
-    return ", ".join(shown if len(shown) <= 12 else [*shown[:11], "...", shown[-1]])

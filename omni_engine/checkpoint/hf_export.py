@@ -1,30 +1,50 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Export of a trained transformer as a pipeline folder that `DiffusionPipeline.from_pretrained` loads.
+"""Export of a trained policy: a pipeline folder that `DiffusionPipeline.from_pretrained` loads, or adapters alone.
 
-The transformer's weights are new; all other components are copied from the folder that the run started from.
+Of a pipeline folder the transformer's weights are new; all other components are copied from the folder that the run
+started from.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from omni_engine.checkpoint.errors import CheckpointError
+from omni_engine.checkpoint.gather import whole_tensors
 from omni_engine.checkpoint.huggingface import INDEX_FILE, SINGLE_FILE
-from omni_engine.models.mapping import ModelMapping, ParameterMapping
+from omni_engine.checkpoint.lora_files import ADAPTER_FILE, merged, write_adapter_file
+from omni_engine.models.mapping import ModelMapping, is_adapter
+from omni_engine.models.policy import Policy
 from omni_engine.parallel import ParallelGroups
 
 SHARD_BYTES = 10 * 2**30
 TRANSFORMER = "transformer"
 PIPELINE_FILE = "model_index.json"
+
+
+def export_policy(policy: Policy, source: Path, target: Path, merge: bool = False) -> None:
+    """Write the trained policy: a pipeline folder, or its adapters alone where it has some and `merge` is not set.
+
+    A collective of one model replica's ranks, that of global rank 0, which writes.
+
+    Raises:
+        CheckpointError: on rank 0, the folder cannot be written; the others have done their part all the same.
+    """
+    if policy.lora is not None and not merge:
+        tensors = whole_tensors(policy.adapters(), policy.mapping, policy.groups)
+        rank, alpha = policy.lora.lora_rank, policy.lora.alpha
+        _write_on_first_rank(tensors, lambda: write_adapters(tensors, rank, alpha, source, target), policy.groups)
+    else:
+        scale = 0.0 if policy.lora is None else policy.lora.scale
+        export_pipeline(policy.parameters(), policy.mapping, source, target, policy.groups, scale)
 
 
 def export_pipeline(
@@ -33,60 +53,101 @@ def export_pipeline(
     source: Path,
     target: Path,
     groups: ParallelGroups,
+    scale: float = 0.0,
 ) -> None:
-    """Write the trained policy as a pipeline folder, in the parameters' dtype.
+    """Write the trained policy as a pipeline folder, in the parameters' dtype; adapters are added to their weights.
 
     A collective of one model replica's ranks, that of global rank 0, which writes. Tensors are gathered one by one; the
-    writer's host holds up to SHARD_BYTES of them.
+    writer's host holds up to SHARD_BYTES of them, and the adapters.
+
+    Args:
+        scale: what the product of an adapter's matrices is multiplied by.
 
     Raises:
         CheckpointError: on rank 0, the folder cannot be written; the others have done their part all the same.
     """
-    tensors = _whole_tensors(parameters, mapping, groups)
+    adapters = {path: parameter for path, parameter in parameters.items() if is_adapter(path)}
+    base = {path: parameter for path, parameter in parameters.items() if not is_adapter(path)}
+    tensors = whole_tensors(base, mapping, groups)
+    if adapters:
+        tensors = merged(tensors, dict(whole_tensors(adapters, mapping, groups)), scale)
+    _write_on_first_rank(tensors, lambda: write_pipeline(tensors, source, target), groups)
+
+
+def _write_on_first_rank(
+    tensors: Iterator[tuple[str, torch.Tensor]], write: Callable[[], None], groups: ParallelGroups
+) -> None:
     try:
         if groups.rank == 0:
-            write_pipeline(tensors, source, target)
+            write()
     finally:
         # The gathers go on to the end even if nothing is written any more: peers are in them.
         for _ in tensors:
             pass
 
 
-def check_export_target(source: Path, target: Path) -> None:
+def check_export_target(source: Path, target: Path, adapters: bool = False) -> None:
     """Refuse a target that must not be replaced.
+
+    Args:
+        adapters: whether adapters alone are written, which may replace their like and no whole pipeline.
 
     Raises:
         CheckpointError: it is, holds or lies in the source folder, or is a folder of something else.
     """
+    kind, file = ("folder of adapters", ADAPTER_FILE) if adapters else ("exported pipeline", PIPELINE_FILE)
     inner, outer = source.resolve(), target.resolve()
     if inner == outer or outer in inner.parents or inner in outer.parents:
         raise CheckpointError(f"the export to {target} would overwrite {source}, which it copies from; choose another")
-    if target.exists() and not (target / PIPELINE_FILE).exists() and (target.is_file() or any(target.iterdir())):
-        raise CheckpointError(f"{target} exists and is no exported pipeline; choose another folder for the export")
+    if target.exists() and not (target / file).exists() and (target.is_file() or any(target.iterdir())):
+        raise CheckpointError(f"{target} exists and is no {kind}; choose another folder for the export")
 
 
 def write_pipeline(tensors: Iterator[tuple[str, torch.Tensor]], source: Path, target: Path) -> None:
     """Write a pipeline folder from the transformer's tensors and another pipeline's other components.
 
-    It is written beside its place and renamed when whole; a pipeline that lay there is replaced.
-
     Raises:
         CheckpointError: the folder cannot be written, or must not be.
     """
     check_export_target(source, target)
+    with _replacing(target) as partial:
+        # The model card tells of the other model.
+        shutil.copytree(source, partial, ignore=lambda folder, names: _left_out(Path(folder), names, source))
+        _write_shards(tensors, partial / TRANSFORMER)
+
+
+def write_adapters(
+    tensors: Iterator[tuple[str, torch.Tensor]], rank: int, alpha: float, source: Path, target: Path
+) -> None:
+    """Write a folder with the one file that `QwenImagePipeline.load_lora_weights` reads.
+
+    Raises:
+        CheckpointError: the folder cannot be written, or must not be.
+    """
+    check_export_target(source, target, adapters=True)
+    with _replacing(target) as partial:
+        partial.mkdir()
+        write_adapter_file(tensors, rank, alpha, partial / ADAPTER_FILE)
+
+
+@contextmanager
+def _replacing(target: Path) -> Iterator[Path]:
+    """A folder beside `target` to write into, which takes its place when the block is done.
+
+    Raises:
+        CheckpointError: something could not be written; what lay there is as it was.
+    """
     partial = target.with_name(f".{target.name}.partial")
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.parent.mkdir(parents=True, exist_ok=True)
-        # The model card tells of the other model.
-        shutil.copytree(source, partial, ignore=lambda folder, names: _left_out(Path(folder), names, source))
-        _write_shards(tensors, partial / TRANSFORMER)
+        yield partial
         if target.exists():
             shutil.rmtree(target)
         partial.rename(target)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
-            f"the pipeline cannot be written to {target} ({error}); free space there or choose another folder"
+            f"the export cannot be written to {target} ({error}); free space there or choose another folder"
         ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -125,69 +186,3 @@ def _write_shards(tensors: Iterator[tuple[str, torch.Tensor]], folder: Path) -> 
         weight_map.update(dict.fromkeys(sizes, file))
     index = {"metadata": {"total_size": sum(sum(sizes.values()) for sizes in shards)}, "weight_map": weight_map}
     (folder / INDEX_FILE).write_text(json.dumps(index, indent=2), encoding="utf-8")
-
-
-@dataclass(frozen=True)
-class _Held:
-    """A parameter of a stage: what the first stage has to know to receive it."""
-
-    path: str
-    shape: torch.Size
-    dtype: torch.dtype
-
-
-def _whole_tensors(
-    parameters: Mapping[str, torch.nn.Parameter], mapping: ModelMapping, groups: ParallelGroups
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of the model by its Hugging Face name, gathered one parameter at a time.
-
-    All ranks of a replica iterate. The whole tensors, on the host, come out on its source rank, nothing elsewhere.
-    """
-    device = next(iter(parameters.values())).device
-    own = [_Held(path, parameter.shape, parameter.dtype) for path, parameter in sorted(parameters.items())]
-    stages: list[list[_Held]] = [own] * groups.pp_size
-    if groups.pp_size > 1:
-        dist.all_gather_object(stages, own, group=groups.pp)
-    for pp_rank, held in enumerate(stages):
-        for parameter in held:
-            entry = mapping.entries[parameter.path]
-            whole: torch.Tensor | None = None
-            if pp_rank == groups.pp_rank:
-                whole = _gather_tensor_parallel(parameters[parameter.path].detach(), entry, groups)
-            if pp_rank > 0 and groups.tp_rank == 0 and groups.cp_rank == 0:
-                whole = _to_first_stage(whole, parameter, entry, pp_rank, device, groups)
-            if groups.is_model_source and whole is not None:
-                for name, piece in zip(entry.sources, entry.split(whole), strict=True):
-                    yield name, piece.to("cpu", copy=True).contiguous()
-
-
-def _gather_tensor_parallel(local: torch.Tensor, entry: ParameterMapping, groups: ParallelGroups) -> torch.Tensor:
-    """The whole parameter, its sources in order."""
-    if entry.shard_dim is None or groups.tp_size == 1:
-        return local
-    parts = [torch.empty_like(local) for _ in range(groups.tp_size)]
-    dist.all_gather(parts, local.contiguous(), group=groups.tp)
-    sources = zip(*(entry.split(part) for part in parts), strict=True)
-    return torch.cat([torch.cat(pieces, entry.shard_dim) for pieces in sources])
-
-
-def _to_first_stage(
-    whole: torch.Tensor | None,
-    held: _Held,
-    entry: ParameterMapping,
-    pp_rank: int,
-    device: torch.device,
-    groups: ParallelGroups,
-) -> torch.Tensor | None:
-    """Send a whole parameter from its stage to the first one."""
-    ranks = dist.get_process_group_ranks(groups.pp)
-    if groups.pp_rank == pp_rank and whole is not None:
-        dist.send(whole.contiguous(), ranks[0], group=groups.pp)
-    elif groups.pp_rank == 0:
-        shape = list(held.shape)
-        if entry.shard_dim is not None:
-            shape[entry.shard_dim] *= groups.tp_size
-        whole = torch.empty(shape, dtype=held.dtype, device=device)
-        dist.recv(whole, ranks[pp_rank], group=groups.pp)
-        return whole
-    return None

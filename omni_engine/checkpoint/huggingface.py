@@ -7,7 +7,7 @@ Only safetensors are read: a format that cannot run code. A rank reads just the 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,11 @@ class SafetensorsFolder:
     def shape(self, name: str) -> tuple[int, ...]:
         """The whole shape of a tensor."""
         return tuple(self._handles[self._file_of[name]].get_slice(name).get_shape())
+
+    def whole(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+        """All tensors by name, one at a time, as a model of that dtype holds them."""
+        for name in sorted(self.names):
+            yield name, self.read(name, None, 0, 1).to(dtype)
 
     def read(self, name: str, shard_dim: int | None, rank: int, size: int) -> torch.Tensor:
         """A rank's share of a tensor along `shard_dim` (0 or 1), or all of it.
@@ -99,7 +104,8 @@ def _open(file: Path) -> Any:
 def load_transformer(
     parameters: Mapping[str, torch.nn.Parameter], mapping: ModelMapping, folder: Path, groups: ParallelGroups
 ) -> None:
-    """Fill a rank's parameters (`Policy.parameters`) from a transformer folder; values are cast to the parameters' dtype. A collective.
+    """Fill a rank's parameters (`Policy.parameters`) from a transformer folder; values are cast to the parameters'
+    dtype. A collective.
 
     Raises:
         CheckpointError: on every rank: the folder holds other names or shapes than the model, or values that are not

@@ -25,7 +25,11 @@ class LoadedState:
 
 
 class SavedRun:
-    """A checkpoint's folder and what stands in `state.json`."""
+    """A checkpoint's folder and what stands in `state.json`.
+
+    Attributes:
+        lora: rank, alpha and target modules where the weights are those of adapters; None where they are all of them.
+    """
 
     def __init__(self, root: Path, iteration: int | None):
         number, self.folder = disk.find_checkpoint(root, iteration)
@@ -41,11 +45,19 @@ class SavedRun:
             self.weight_version = int(record["weight_version"])
             self.adam_step = int(record["adam_step"])
             self.scheduler_steps = int(record["scheduler_steps"])
+            self.lora = _read_lora(record.get("lora"))
             self.files = {str(name): [int(size), int(crc)] for name, (size, crc) in record["files"].items()}
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(f"{file} is damaged ({error!r}); load another checkpoint") from error
         if self.loaded.iteration != number:
             raise CheckpointError(f"{file} is of iteration {self.loaded.iteration}; the folder was renamed")
+
+
+def _read_lora(lora: Any) -> dict[str, Any] | None:
+    if lora is None:
+        return None
+    targets = [str(target) for target in lora["target_modules"]]
+    return {"rank": int(lora["rank"]), "alpha": float(lora["alpha"]), "target_modules": targets}
 
 
 def read_state(root: str | Path, iteration: int | None = None) -> LoadedState:
@@ -62,7 +74,8 @@ def check_same_run(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
 
     Args:
         saved: the state of a checkpoint.
-        now: what makes a run the same run, such as its seed and the hash of its prompts; values that JSON holds.
+        now: what makes a run the same run, such as its seed and the hash of its prompts; values that JSON holds. What
+            was not saved counts as None.
 
     Raises:
         CheckpointError: values differ; all of them are named.
@@ -71,7 +84,7 @@ def check_same_run(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     faults = [
         f"{name} was {saved[name]!r} and is {value!r}" if name in saved else f"{name} was not saved and is {value!r}"
         for name, value in plain.items()
-        if name not in saved or saved[name] != value
+        if saved.get(name) != value
     ]
     if faults:
         raise CheckpointError(

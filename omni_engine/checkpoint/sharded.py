@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a checkpoint holds: every tensor of model and optimizer by its Hugging Face name and its place in the whole.
 
-Keys are `NAME` for a weight and `optimizer.state.{exp_avg,exp_avg_sq,fp32_param}.NAME` for what the optimizer keeps of
-it, `fp32_param` being the float32 weight behind a 16-bit one. They do not depend on the layout or on the kind of
-optimizer, so a run may resume with others.
+Keys are `NAME` for a weight, `optimizer.state.{exp_avg,exp_avg_sq,fp32_param}.NAME` for what the optimizer keeps of it,
+`fp32_param` being the float32 weight behind a 16-bit one, and `ema.NAME` for its moving average. They do not depend on
+the layout or on the kind of optimizer, so a run may resume with others.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from megatron.core.dist_checkpointing.utils import extract_sharded_base
 from omni_engine.models.mapping import ModelMapping, ParameterMapping
 from omni_engine.parallel import ParallelGroups
 
+AVERAGE_PREFIX = "ema."
 _PREFIX = "optimizer.state."
 _MAIN_WEIGHT = f"{_PREFIX}fp32_param."
 # What DistributedOptimizer calls the weight it steps, 16-bit model or not.
@@ -35,24 +36,27 @@ _METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
 
 
 def model_state(
-    parameters: Mapping[str, torch.nn.Parameter], mapping: ModelMapping, groups: ParallelGroups
+    parameters: Mapping[str, torch.Tensor], mapping: ModelMapping, groups: ParallelGroups, prefix: str = ""
 ) -> dict[str, ShardedBase]:
-    """Sharded parameters of a rank by their path; a fused one is a factory of its sources.
+    """Sharded parameters of a rank, or tensors of their form, by their path; a fused one is a factory of its sources.
+
+    Args:
+        prefix: of the keys.
 
     Raises:
         ValueError: the mapping table lacks a parameter.
     """
-    return {path: _sharded(parameters[path], entry, groups) for path, entry in mapping.of(parameters).items()}
+    return {path: _sharded(parameters[path], entry, groups, prefix) for path, entry in mapping.of(parameters).items()}
 
 
-def _sharded(parameter: torch.nn.Parameter, entry: ParameterMapping, groups: ParallelGroups) -> ShardedBase:
+def _sharded(parameter: torch.Tensor, entry: ParameterMapping, groups: ParallelGroups, prefix: str) -> ShardedBase:
     # All zero marks the replica that is written: of a sharded parameter that of the first rank over dp and cp,
     # of a replicated one the first TP rank's too. A stage owns its parameters alone.
     replica = (0, groups.tp_rank if entry.shard_dim is None else 0, groups.dp_cp_rank)
     if len(entry.sources) == 1:
-        return _source(entry.sources[0], parameter, entry.shard_dim, replica, groups)
+        return _source(prefix + entry.sources[0], parameter, entry.shard_dim, replica, groups)
     return ShardedTensorFactory(
-        entry.target,
+        prefix + entry.target,
         parameter,
         build_fn=partial(_split_sources, entry, groups),
         merge_fn=partial(_fuse_sources, entry),
@@ -95,7 +99,7 @@ def optimizer_state(
     step = adam_step(optimizer)
     if step == 0:
         for inner in _inner(optimizer):
-            inner.init_state_fn(inner.optimizer, inner.config)
+            _allocate(inner)
         # Megatron leaves a count of zero out of the state, and torch's Adam loads no state without a count.
         set_adam_step(optimizer, 1)
     state = optimizer.sharded_state_dict(model, is_loading, metadata=dict(_METADATA))
@@ -124,13 +128,32 @@ def built_tensors(state: dict[str, Any]) -> Iterator[ShardedTensor]:
         yield from value.build().values() if isinstance(value, ShardedTensorFactory) else [value]
 
 
-def is_optimizer_key(key: str) -> bool:
-    """Whether a key is of the optimizer's part, not a weight."""
-    return key.startswith(_PREFIX)
+def is_weight_key(key: str) -> bool:
+    """Whether a key is a weight's own, not of the optimizer's part or of the average."""
+    return not key.startswith((_PREFIX, AVERAGE_PREFIX))
 
 
 def _inner(optimizer: Any) -> list[Any]:
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+
+
+def _adams(optimizer: Any) -> list[Any]:
+    """The Adams that step: with --optimizer-cpu-offload one of the host and one of the device."""
+    inner = [one.optimizer for one in _inner(optimizer)]
+    return [adam for one in inner for adam in getattr(one, "sub_optimizers", [one])]
+
+
+def _allocate(inner: Any) -> None:
+    """Give an optimizer that has not stepped the state that its first step would begin with."""
+    if inner.init_state_fn is not None:
+        inner.init_state_fn(inner.optimizer, inner.config)
+        return
+    # Megatron has no such function for the offloaded optimizer, only a step on noise.
+    for adam in inner.optimizer.sub_optimizers:
+        for parameter in (parameter for group in adam.param_groups for parameter in group["params"]):
+            zeros = {"exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
+            adam.state[parameter].update(zeros)
+    inner.optimizer._sync_sub_optimizers_state_to_hdo()
 
 
 def adam_step(optimizer: Any) -> int:
@@ -138,11 +161,11 @@ def adam_step(optimizer: Any) -> int:
 
     Torch's Adam counts in each parameter's state, the fused ones in the parameter group.
     """
-    for inner in _inner(optimizer):
-        for state in inner.optimizer.state.values():
+    for adam in _adams(optimizer):
+        for state in adam.state.values():
             if "step" in state:
                 return int(state["step"])
-        for group in inner.optimizer.param_groups:
+        for group in adam.param_groups:
             if "step" in group:
                 return int(group["step"])
     return 0
@@ -150,10 +173,15 @@ def adam_step(optimizer: Any) -> int:
 
 def set_adam_step(optimizer: Any, step: int) -> None:
     """Set the count of every parameter, each with a tensor of its own where it is a tensor."""
-    for inner in _inner(optimizer):
-        if not isinstance(inner.optimizer, torch.optim.Adam | torch.optim.AdamW):
-            for group in inner.optimizer.param_groups:
+    for adam in _adams(optimizer):
+        if not isinstance(adam, torch.optim.Adam | torch.optim.AdamW):
+            for group in adam.param_groups:
                 group["step"] = step
             continue
-        for state in inner.optimizer.state.values():
+        for state in adam.state.values():
             state["step"] = torch.tensor(float(step))
+    for inner in _inner(optimizer):
+        if hasattr(inner.optimizer, "sub_optimizers"):
+            # A count that Megatron has loaded here would be set again before every step of the device's Adam.
+            for group in inner.optimizer.param_groups:
+                group.pop("step", None)

@@ -23,6 +23,7 @@ class Stream(IntEnum):
     INITIAL_LATENT = 0
     STEP_NOISE = 1
     WINDOW = 2
+    ADAPTER = 3
 
 
 INITIAL_LATENT = Stream.INITIAL_LATENT

@@ -12,6 +12,7 @@ import torch
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from omni_engine.arguments import LoraSettings, ParallelSettings
 from omni_engine.flow import Schedule
 from omni_engine.models.mapping import ModelMapping
 from omni_engine.models.stages import ModelSpec
@@ -67,12 +68,15 @@ class LatentShape:
 
 
 class Stage(MegatronModule):
-    """A (virtual) pipeline stage of a family's network: forward(DenoiserInput) gives the velocity [B, I, C] on the last stage and
-    the packed tensor [S, B, H] on the others.
+    """A (virtual) pipeline stage of a family's network: forward(DenoiserInput) gives the velocity [B, I, C] on the last
+    stage and the packed tensor [S, B, H] on the others.
 
-    vp_stage: which of its rank's virtual stages this is; None where a rank has one stage.
+    Attributes:
+        blocks: the transformer blocks by their number in the whole network.
+        vp_stage: which of its rank's virtual stages this is; None where a rank has one stage.
     """
 
+    blocks: torch.nn.ModuleDict
     vp_stage: int | None = None
 
     def segments(self, inputs: DenoiserInput) -> list[Segment]:
@@ -107,11 +111,20 @@ class Family(Protocol):
         """The time the network is given at each step, float32 [N]."""
         ...
 
-    def costs(self, image_tokens: int, text_tokens: int) -> ModelSpec:
-        """Weights, work and kept activations of each part for samples of these lengths."""
+    def costs(
+        self, image_tokens: int, text_tokens: int, *, context_parallel: bool = False, lora: LoraSettings | None = None
+    ) -> ModelSpec:
+        """Weights, work and kept activations of each part for samples of these lengths, padding included.
+
+        Args:
+            context_parallel: whether the tokens of a sample are divided over ranks.
+            lora: adapters that are trained beside frozen weights, where it is enabled.
+        """
         ...
 
-    def transformer_config(self, groups: ParallelGroups, sequence_parallel: bool, bf16: bool) -> TransformerConfig: ...
+    def transformer_config(self, groups: ParallelGroups, parallel: ParallelSettings, bf16: bool) -> TransformerConfig:
+        """Megatron's view of the model."""
+        ...
 
     def build_stage(
         self, config: TransformerConfig, groups: ParallelGroups, blocks: range, kernel: AttentionKernel, recompute: str

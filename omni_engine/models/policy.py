@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from omni_engine.arguments import ModelSettings, ParallelSettings
+from omni_engine.arguments import LoraSettings, ModelSettings, ParallelSettings
+from omni_engine.models.adapters import attach_adapters
 from omni_engine.models.family import DenoiserInput, Family, Stage
+from omni_engine.models.mapping import ModelMapping, is_adapter
 from omni_engine.models.stages import cut_stages, stages_from_layout
 from omni_engine.parallel import ParallelGroups
 from omni_engine.platform import get_platform
@@ -29,14 +31,28 @@ class Policy:
     Attributes:
         chunks: the bare stage modules of this rank, one a virtual stage; the mapping table names their parameters.
         models: what the schedules run; the trainer replaces them by its data-parallel wrappers of `chunks`.
+        mapping: the family's table, with the adapters' entries where there are any.
+        lora: settings of the adapters; None where all weights are trained.
         version: counts the optimizer steps that made the current weights.
     """
 
-    def __init__(self, family: Family, groups: ParallelGroups, model: ModelSettings, parallel: ParallelSettings):
+    def __init__(
+        self,
+        family: Family,
+        groups: ParallelGroups,
+        model: ModelSettings,
+        parallel: ParallelSettings,
+        lora: LoraSettings | None = None,
+    ):
+        """With `lora` enabled the model is frozen but for its adapters, which are zero so far.
+
+        Raises:
+            ValueError: the adapters' target modules are not those of the model.
+        """
         self.family = family
         self.groups = groups
         self.shape = family.latent_shape(model.height, model.width)
-        self.config = family.transformer_config(groups, parallel.sequence_parallel, model.bf16)
+        self.config = family.transformer_config(groups, parallel, model.bf16)
         use_math = parallel.ring_attention_kernel == "math"
         kernel = MathKernel() if use_math else get_platform().attention_kernel()
         self.chunks: list[Stage] = []
@@ -45,6 +61,10 @@ class Policy:
             chunk.vp_stage = index if groups.vpp_size > 1 else None
             self.chunks.append(chunk)
         self.models: list[torch.nn.Module] = list(self.chunks)
+        self.mapping: ModelMapping = family.mapping
+        self.lora = lora if lora is not None and lora.enabled else None
+        if self.lora is not None:
+            self.mapping = attach_adapters(self.chunks, family.mapping, self.lora, self.config)
         self.version = 0
 
     def _own_blocks(self, parallel: ParallelSettings) -> list[range]:
@@ -69,6 +89,22 @@ class Policy:
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """This rank's parameters by path. Paths carry the global number of a block, so those of chunks are distinct."""
         return {path: parameter for chunk in self.chunks for path, parameter in chunk.named_parameters()}
+
+    def base_parameters(self) -> dict[str, torch.nn.Parameter]:
+        """Those of the model folder's transformer."""
+        return {path: parameter for path, parameter in self.parameters().items() if not is_adapter(path)}
+
+    def adapters(self) -> dict[str, torch.nn.Parameter]:
+        """Those of the adapters; none where all weights are trained."""
+        return {path: parameter for path, parameter in self.parameters().items() if is_adapter(path)}
+
+    def trained_parameters(self) -> dict[str, torch.nn.Parameter]:
+        """Those that the optimizer moves."""
+        return {path: parameter for path, parameter in self.parameters().items() if parameter.requires_grad}
+
+    def own_parameters(self) -> dict[str, torch.nn.Parameter]:
+        """What tells this policy from the model folder, and so what a checkpoint holds: the adapters, or all of it."""
+        return self.adapters() or self.parameters()
 
     @torch.no_grad()
     def evaluate(self, inputs: Sequence[DenoiserInput]) -> list[torch.Tensor]:

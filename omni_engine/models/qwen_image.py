@@ -17,25 +17,26 @@ import torch.nn.functional as F
 from megatron.core.enums import ModelType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from omni_engine.arguments import LoraSettings, ParallelSettings
 from omni_engine.flow import Schedule, SchedulerConfig, flow_match_schedule, true_cfg
 from omni_engine.models.family import DenoiserInput, LatentShape, Stage, register_family
 from omni_engine.models.layers.attention import QKNorm, joint_attention, normalize_heads
 from omni_engine.models.layers.embedding import sinusoidal_embedding
 from omni_engine.models.layers.modulation import gated_residual, layer_norm_modulate
+from omni_engine.models.layers.recompute import consume
 from omni_engine.models.layers.rotary import apply_rotary, qwen_image_frequencies
 from omni_engine.models.mapping import ModelMapping, ParameterMapping, column, replicated, row
 from omni_engine.models.qwen_image_components import QwenImageComponents
-from omni_engine.models.qwen_image_costs import TIME_CHANNELS, qwen_image_spec
+from omni_engine.models.qwen_image_costs import qwen_image_spec
+from omni_engine.models.qwen_image_layers import TIME_CHANNELS
 from omni_engine.models.stages import ModelSpec
 from omni_engine.parallel import (
-    ColumnParallelLinear,
     ModulationLinear,
     ParallelGroups,
     ReplicatedLinear,
-    RowParallelLinear,
     Segment,
     TokenSharding,
-    mark_replicated,
+    layer_spec,
     pack,
     pipeline_options,
     unpack,
@@ -95,28 +96,34 @@ class QwenImageConfig:
 class QwenImageStream(torch.nn.Module):
     """The weights of one stream (image or text) in one block."""
 
-    def __init__(self, config: QwenImageConfig, megatron: TransformerConfig):
+    def __init__(self, config: QwenImageConfig, megatron: TransformerConfig, remake: bool):
+        """`remake`: element-wise results are made again in the backward pass."""
         super().__init__()
-        hidden = config.hidden_size
+        hidden, layers = config.hidden_size, layer_spec(megatron)
+        self.remake = remake
         self.head_dim = config.attention_head_dim
         self.modulation = ModulationLinear(hidden, 6 * hidden, megatron)
-        self.qkv = ColumnParallelLinear(hidden, 3 * hidden, megatron)
+        self.qkv = layers.column_linear(hidden, 3 * hidden, megatron)
         self.qk_norm = QKNorm(self.head_dim, megatron.params_dtype, get_platform().device())
-        self.out = RowParallelLinear(hidden, hidden, megatron)
-        self.mlp_in = ColumnParallelLinear(hidden, 4 * hidden, megatron)
-        self.mlp_out = RowParallelLinear(4 * hidden, hidden, megatron)
+        self.out = layers.row_linear(hidden, hidden, megatron)
+        self.mlp_in = layers.column_linear(hidden, 4 * hidden, megatron)
+        self.mlp_out = layers.row_linear(4 * hidden, hidden, megatron)
 
     def project(self, x: torch.Tensor, modulation: list[torch.Tensor]) -> torch.Tensor:
         """Queries, keys and values [S, B, 3, h, D] of this stream's tokens [S, B, H]."""
-        qkv = self.qkv(layer_norm_modulate(x, modulation[0], modulation[1], EPS))
+        qkv = consume(self.qkv, layer_norm_modulate, x, modulation[0], modulation[1], remake=self.remake)
         return qkv.unflatten(-1, (3, -1, self.head_dim))
 
     def finish(self, x: torch.Tensor, attended: torch.Tensor, modulation: list[torch.Tensor]) -> torch.Tensor:
         """Output projection and MLP, each gated onto the residual stream."""
         _, _, gate_attention, shift, scale, gate_mlp = modulation
         x = gated_residual(x, gate_attention, self.out(attended))
-        inner = F.gelu(self.mlp_in(layer_norm_modulate(x, shift, scale, EPS)), approximate="tanh")
-        return gated_residual(x, gate_mlp, self.mlp_out(inner))
+        inner = consume(self.mlp_in, layer_norm_modulate, x, shift, scale, remake=self.remake)
+        return gated_residual(x, gate_mlp, consume(self.mlp_out, _gelu, inner, remake=self.remake))
+
+
+def _gelu(x: torch.Tensor) -> torch.Tensor:
+    return F.gelu(x, approximate="tanh")
 
 
 class QwenImageBlock(torch.nn.Module):
@@ -129,10 +136,12 @@ class QwenImageBlock(torch.nn.Module):
         is_last: bool,
         groups: ParallelGroups,
         kernel: AttentionKernel,
+        recompute: str,
     ):
         super().__init__()
-        self.image = QwenImageStream(config, megatron)
-        self.text = QwenImageStream(config, megatron)
+        self.remake = recompute == "selective"
+        self.image = QwenImageStream(config, megatron, self.remake)
+        self.text = QwenImageStream(config, megatron, self.remake)
         self.is_last = is_last
         self.groups, self.kernel = groups, kernel
         if is_last:
@@ -163,9 +172,15 @@ class QwenImageBlock(torch.nn.Module):
         lengths = [text_qkv.shape[0], image_qkv.shape[0]]
         # Joined before the norm: what the backward pass keeps is then one tensor, of which values are a view.
         qkv = torch.cat([text_qkv, image_qkv])
-        weight = torch.cat([self.text.qk_norm.rows(lengths[0]), self.image.qk_norm.rows(lengths[1])])
-        qk = apply_rotary(normalize_heads(qkv[:, :, :2], weight, EPS), frequencies)
-        attended = joint_attention(qk, qkv[:, :, 2], key_mask, self.groups, self.kernel)
+        weight = torch.cat([self.text.qk_norm(lengths[0]), self.image.qk_norm(lengths[1])])
+
+        def place(qk: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            return apply_rotary(normalize_heads(qk, weight, EPS), frequencies)
+
+        def attend(qk: torch.Tensor) -> torch.Tensor:
+            return joint_attention(qk, qkv[:, :, 2], key_mask, self.groups, self.kernel)
+
+        attended = consume(attend, place, qkv[:, :, :2], weight, remake=self.remake)
         text_attended, image_attended = attended.split(lengths)
         image = self.image.finish(image, image_attended, image_modulation)
         if not self.is_last:
@@ -199,15 +214,12 @@ class QwenImageStage(Stage):
         if is_first:
             self.image_in = ReplicatedLinear(config.in_channels, hidden, megatron, on_tokens=True)
             self.text_in = ReplicatedLinear(config.joint_attention_dim, hidden, megatron, on_tokens=True)
-            self.text_norm = torch.nn.Parameter(
-                torch.empty(config.joint_attention_dim, dtype=megatron.params_dtype, device=get_platform().device())
-            )
-            mark_replicated(self.text_norm, megatron, on_tokens=True)
+            self.text_norm = layer_spec(megatron).rms_norm(config.joint_attention_dim, EPS, megatron)
             self.time_in = ReplicatedLinear(TIME_CHANNELS, hidden, megatron, on_tokens=False)
             self.time_out = ReplicatedLinear(hidden, hidden, megatron, on_tokens=False)
         self.blocks = torch.nn.ModuleDict(
             {
-                str(index): QwenImageBlock(config, megatron, index == config.num_layers - 1, groups, kernel)
+                str(index): QwenImageBlock(config, megatron, index == config.num_layers - 1, groups, kernel, recompute)
                 for index in blocks
             }
         )
@@ -245,7 +257,7 @@ class QwenImageStage(Stage):
         if not self.post_process:
             return pack({"image": image, "text": text, "rows": rows}, self.segments(inputs))
         scale, shift = self.head_modulation(activated).chunk(2, dim=-1)
-        velocity = self.head(layer_norm_modulate(image, shift, scale, EPS))
+        velocity = self.head(layer_norm_modulate(image, shift, scale))
         return self.sharding.gather(velocity, inputs.latents["image"].shape[1]).transpose(0, 1).float()
 
     @staticmethod
@@ -265,10 +277,9 @@ class QwenImageStage(Stage):
         text = inputs.text.embeddings.to(dtype).transpose(0, 1)
         image, text = self.sharding.take(image), self.sharding.take(text)
         time = sinusoidal_embedding(inputs.time, TIME_CHANNELS).to(dtype)
-        text = F.rms_norm(text, text.shape[-1:], self.text_norm, EPS)
         return {
             "image": self.image_in(image),
-            "text": self.text_in(text),
+            "text": self.text_in(self.text_norm(text)),
             "rows": self.time_out(F.silu(self.time_in(time)))[None],
         }
 
@@ -306,7 +317,7 @@ def _stream_mapping(
 MAPPING = [
     *replicated("image_in", "img_in"),
     *replicated("text_in", "txt_in"),
-    ParameterMapping("text_norm", ("txt_norm.weight",), None),
+    ParameterMapping("text_norm.weight", ("txt_norm.weight",), None),
     *replicated("time_in", "time_text_embed.timestep_embedder.linear_1"),
     *replicated("time_out", "time_text_embed.timestep_embedder.linear_2"),
     *_stream_mapping("image", "img_mod", ("to_q", "to_k", "to_v"), "to_out.0", "img_mlp"),
@@ -350,11 +361,13 @@ class QwenImage:
         """timesteps / 1000 in float32, rounded as the pipeline rounds it."""
         return schedule.timesteps / 1000
 
-    def costs(self, image_tokens: int, text_tokens: int) -> ModelSpec:
-        """Weights, work and kept activations of each part for samples of these lengths."""
-        return qwen_image_spec(self.config, image_tokens, text_tokens)
+    def costs(
+        self, image_tokens: int, text_tokens: int, *, context_parallel: bool = False, lora: LoraSettings | None = None
+    ) -> ModelSpec:
+        """Weights, work and kept activations of each part for samples of these lengths, padding included."""
+        return qwen_image_spec(self.config, image_tokens, text_tokens, context_parallel=context_parallel, lora=lora)
 
-    def transformer_config(self, groups: ParallelGroups, sequence_parallel: bool, bf16: bool) -> TransformerConfig:
+    def transformer_config(self, groups: ParallelGroups, parallel: ParallelSettings, bf16: bool) -> TransformerConfig:
         """Megatron's view of the model."""
         dtype = torch.bfloat16 if bf16 else torch.float32
         return TransformerConfig(
@@ -363,13 +376,15 @@ class QwenImage:
             num_attention_heads=self.config.num_attention_heads,
             params_dtype=dtype,
             bf16=bf16,
+            normalization="RMSNorm",
             qk_layernorm=True,
             perform_initialization=False,
-            gradient_accumulation_fusion=False,
+            transformer_impl=parallel.transformer_impl,
+            gradient_accumulation_fusion=parallel.gradient_accumulation_fusion,
             **pipeline_options(groups, dtype),
             tensor_model_parallel_size=groups.tp_size,
             context_parallel_size=groups.cp_size,
-            sequence_parallel=sequence_parallel,
+            sequence_parallel=parallel.sequence_parallel,
         )
 
     def build_stage(

@@ -35,28 +35,36 @@ class Weights:
 
 
 @dataclass(frozen=True)
-class Kept:
-    """A tensor of one sample's forward pass that the backward pass needs.
+class Activation:
+    """A tensor of one sample's pass through the network.
 
     Attributes:
         name: what it is, for people.
-        elements: in all, of one sample.
-        split: `heads`: divided over the tensor- and the context-parallel ranks (heads, MLP features). `tokens`: over
-            the context ranks, and over the tensor-parallel ones under sequence parallelism. `rows`: whole on every
-            rank.
-        until: the strongest recompute granularity under which it is still kept.
+        elements: in all.
+        split: over which ranks it is divided. `heads`: the tensor- and the context-parallel ones (heads, MLP features).
+            `tokens`: the context ranks, and the tensor-parallel ones under sequence parallelism. `none`: it is whole on
+            every rank.
+        until: the strongest recompute granularity under which it is still kept for the backward pass.
         wide: float32 whatever the dtype of the network (statistics of norms and of attention).
     """
 
     name: str
     elements: int
-    split: Literal["heads", "tokens", "rows"]
+    split: Literal["heads", "tokens", "none"]
     until: Granularity = "none"
     wide: bool = False
 
     def survives(self, recompute: str) -> bool:
         """Whether it is kept under a granularity."""
         return GRANULARITIES.index(self.until) >= GRANULARITIES.index(recompute)
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A busy moment of a block: what is there for a time, and what of that which the block has kept is free by then."""
+
+    held: tuple[Activation, ...]
+    freed: tuple[Activation, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -69,7 +77,13 @@ class BlockSpec:
         trained: those with a gradient and optimizer state; None: all.
         idle: weights that work on one row a sample instead of on the tokens (modulation).
         work: multiply-adds of one forward pass of one sample, by term.
+        frozen_work: those of weights that get no gradient; the backward pass makes the gradient of their inputs only.
         kept: what one sample's forward pass keeps for its backward pass.
+        forward: the moments of its forward pass without a graph that may be the busiest.
+        backward: the moments of its backward pass that may be the busiest, by recompute granularity (full: as none).
+        largest: elements of the largest trained weight.
+        gradient: elements of the weight whose gradient is there in the busiest moment, until it is added to the buffer.
+        gathered: elements of the largest tensor that sequence parallelism gathers.
     """
 
     kind: str
@@ -77,7 +91,13 @@ class BlockSpec:
     trained: Weights | None = None
     idle: int = 0
     work: Mapping[str, int] = field(default_factory=dict)
-    kept: tuple[Kept, ...] = ()
+    frozen_work: int = 0
+    kept: tuple[Activation, ...] = ()
+    forward: tuple[Moment, ...] = ()
+    backward: Mapping[str, tuple[Moment, ...]] = field(default_factory=dict)
+    largest: int = 0
+    gradient: int = 0
+    gathered: int = 0
 
     @property
     def parameters(self) -> int:
@@ -119,6 +139,10 @@ class ModelSpec:
     def multiply_adds(self) -> int:
         """Of one forward pass of one sample."""
         return sum(part.multiply_adds for part in self.parts)
+
+    @property
+    def frozen_work(self) -> int:
+        return sum(part.frozen_work for part in self.parts)
 
     def stage(self, blocks: range) -> tuple[BlockSpec, ...]:
         """The parts of the stage that runs these blocks."""

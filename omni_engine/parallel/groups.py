@@ -18,9 +18,10 @@ from omni_engine.platform import get_platform
 class ParallelGroups:
     """The process groups of one policy and this process's place in them.
 
-    An *axis* is a parallel axis: tensor (tp), context (cp), pipeline (pp), data (dp). The context axis shards the tokens
-    and is ulysses x ring, Ulysses ranks being neighbours. The `model` group is tp x cp x pp: its members hold one copy of
-    the policy and work on the same samples. `dp` never includes cp; `dp_cp` are the ranks that hold the same weights.
+    An *axis* is a parallel axis: tensor (tp), context (cp), pipeline (pp), data (dp). The context axis shards the
+    tokens and is ulysses x ring, Ulysses ranks being neighbours. The `model` group is tp x cp x pp: its members hold
+    one copy of the policy and work on the same samples. `dp` never includes cp; `dp_cp` are the ranks that hold the
+    same weights.
     """
 
     rank: int
@@ -81,7 +82,7 @@ class ParallelGroups:
 
 
 def initialize(parallel: ParallelSettings, seed: int) -> ParallelGroups:
-    """Join the job and build the groups; the world must be a multiple of the layout (argument validation sees to it)."""
+    """Join the job and build the groups; the world must be a multiple of the layout (`validate` sees to it)."""
     timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
     if not dist.is_initialized():
         dist.init_process_group(get_platform().dist_backend, timeout=timeout)
@@ -131,20 +132,30 @@ def _read_groups(timeout: timedelta) -> ParallelGroups:
 
 
 def _replica_group(timeout: timedelta) -> dist.ProcessGroup:
-    """Ranks that work on the same samples. Every rank of the job builds the groups of all replicas, as torch wants it."""
+    """Ranks that work on the same samples. Every rank builds the groups of all replicas, as torch wants it."""
     if parallel_state.get_context_parallel_world_size() == 1:
         return parallel_state.get_model_parallel_group()
     replicas: list[int] = [0] * dist.get_world_size()
     dist.all_gather_object(replicas, parallel_state.get_data_parallel_rank())
     groups = [
-        dist.new_group([rank for rank, owner in enumerate(replicas) if owner == replica], timeout=timeout)
+        parallel_state.create_group([rank for rank, owner in enumerate(replicas) if owner == replica], timeout=timeout)
         for replica in range(parallel_state.get_data_parallel_world_size())
     ]
     return groups[parallel_state.get_data_parallel_rank()]
 
 
 def leave_layout() -> None:
-    """Forget the groups, so that `initialize` can build others in the same job."""
+    """End the groups, so that `initialize` can build others in the same job. A collective."""
+    groups = parallel_state._global_process_group_list or ()
+    dist.barrier()
+    _forget_layout()
+    # Megatron forgets most of them without ending them, and each has threads and connections of its own.
+    alive = dist.distributed_c10d._world.pg_map
+    for group in [group for group in groups if group in alive]:
+        dist.destroy_process_group(group)
+
+
+def _forget_layout() -> None:
     parallel_state.destroy_model_parallel()
     # Megatron forgets to forget these (seen in 0.16.1).
     parallel_state._HIERARCHICAL_CONTEXT_PARALLEL_GROUPS = None
@@ -153,5 +164,5 @@ def leave_layout() -> None:
 def destroy() -> None:
     """Leave the job. Safe to call twice."""
     if dist.is_initialized():
-        leave_layout()
+        _forget_layout()
         dist.destroy_process_group()

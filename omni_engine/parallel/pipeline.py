@@ -13,10 +13,11 @@ from omni_engine.parallel.groups import ParallelGroups
 def pipeline_options(groups: ParallelGroups, dtype: torch.dtype) -> dict[str, Any]:
     """Keyword arguments of `TransformerConfig`. `dtype` is that of the tensor between stages.
 
-    With virtual stages a rank of two has two sends to the same peer under way. Batched, they are matched by order and may
-    be swapped: gradients are then wrong, silently if all shapes are equal (seen in megatron-core 0.16.1 and 0.19.2).
-    Single, overlapped messages are right for every number of stages. Their outputs must outlive the message: freed after
-    it is merely under way, what arrives is sometimes other memory (seen with gloo: the loss off in its fifth digit).
+    With virtual stages a rank of two has two sends to the same peer under way. Batched, they are matched by order and
+    may be swapped: gradients are then wrong, silently if all shapes are equal (seen in megatron-core 0.16.1 and
+    0.19.2). Single, overlapped messages are right for every number of stages. Their outputs must outlive the message:
+    freed while it is under way, what arrives is sometimes other memory (seen with gloo: the loss off in its fifth
+    digit).
     """
     virtual = groups.vpp_size > 1
     return {

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """USP attention (arXiv:2405.07719): Ulysses (all-to-all between tokens and heads) around ring attention.
 
-Bidirectional attention does not care for the order of its tokens, so both streams of a joint attention are sharded and a
-rank holds its part of each. Shapes: S tokens of this rank, B batch, H heads, D head size, u Ulysses ranks, r ring ranks.
+Bidirectional attention does not care for the order of its tokens, so both streams of a joint attention are sharded and
+a rank holds its part of each. Shapes: S tokens of this rank, B batch, H heads, D head size, u Ulysses and r ring ranks.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _exchange(x: torch.Tensor, group: dist.ProcessGroup, to_heads: bool) -> torc
 
 class _RingAttention(torch.autograd.Function):
     """Keys and values travel once around the ring; outputs are merged by their log-sum-exps. In the backward pass their
-    gradients travel with them and are at home after the last step."""
+    gradients start at the next rank, travel behind them and come home with the last hop, to the part made there."""
 
     @staticmethod
     def forward(
@@ -110,17 +110,21 @@ class _RingAttention(torch.autograd.Function):
         block, group = ctx.block, ctx.group
         grad = grad.contiguous()
         grad_query = torch.zeros_like(query, dtype=torch.float32)
+        at_home = torch.empty(0)
         travelling: Callable[[], torch.Tensor] | None = None
         for step in range(group.size()):
             receive = None if step == group.size() - 1 else _pass_on(key_value, group)
             dq, dk, dv = block.backward(grad, query, key_value, out, lse, step)
             grad_query += dq
-            own = torch.stack([dk, dv]).float()
-            travelling = _pass_on(own if travelling is None else travelling() + own, group)
+            part = torch.stack([dk, dv]).float()
+            if step == 0:
+                at_home = part
+            else:
+                travelling = _pass_on(part if travelling is None else travelling() + part, group)
             if receive is not None:
                 key_value = receive()
         assert travelling is not None
-        grad_key, grad_value = travelling().to(query.dtype)
+        grad_key, grad_value = (at_home + travelling()).to(query.dtype)
         return grad_query.to(query.dtype), grad_key, grad_value, None, None, None
 
 

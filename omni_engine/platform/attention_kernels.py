@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention of one block of queries with one block of keys, as ring attention needs it.
 
-A kernel gives the block's output with the log-sum-exp of its scores, from which blocks are merged, and takes the merged
-output and log-sum-exp in its backward pass (FlashAttention, arXiv:2205.14135, section 3.2). Shapes: B batch, H heads, S
-queries, K keys, D head size. Tensors are [B, H, S or K, D]; a mask is bool [B, K], False on keys that count for nothing,
-with at least one True a sample.
+A kernel gives the block's output with the log-sum-exp of its scores, from which blocks are merged, and takes the
+merged output and log-sum-exp in its backward pass (FlashAttention, arXiv:2205.14135, section 3.2). Shapes: B batch, H
+heads, S queries, K keys, D head size. Tensors are [B, H, S or K, D]; a mask is bool [B, K], False on keys that count
+for nothing, with at least one True a sample.
 """
 
 from __future__ import annotations
 
 import importlib
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 
-Grads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Grads: TypeAlias = "tuple[torch.Tensor, torch.Tensor, torch.Tensor]"
 
 
 class AttentionKernel(Protocol):

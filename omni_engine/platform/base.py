@@ -8,8 +8,9 @@ import random
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from types import ModuleType
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 if TYPE_CHECKING:
     import torch
@@ -28,6 +29,12 @@ class ParallelChoices(Protocol):
     def platform(self) -> str: ...
     @property
     def cpu_threads(self) -> int: ...
+    @property
+    def optimizer_cpu_offload(self) -> bool: ...
+    @property
+    def transformer_impl(self) -> str: ...
+    @property
+    def gradient_accumulation_fusion(self) -> bool: ...
 
 
 class Platform(ABC):
@@ -105,6 +112,22 @@ class Platform(ABC):
 
         return MathKernel()
 
+    def named_range(self, name: str) -> AbstractContextManager[Any]:
+        """A range of this name in a profiler's trace; entered and left by the same thread."""
+        import torch
+
+        return torch.profiler.record_function(name)
+
+    def profiler_activities(self) -> list[Any]:
+        """What torch's profiler records on this device."""
+        import torch
+
+        return [torch.profiler.ProfilerActivity.CPU]
+
+    def peak_flops(self, dtype: torch.dtype) -> float | None:
+        """FLOP/s of dense matrix products of this process's device in `dtype`; None where it is not known."""
+        return None
+
     def is_lost_peer(self, error: BaseException) -> bool:
         """Whether a collective failed because another process is gone or does not answer."""
         import torch
@@ -138,6 +161,17 @@ class Platform(ABC):
         """
         for module in modules:
             self.patch_megatron_module(module)
+
+
+def nvidia_only(name: str, settings: ParallelChoices) -> list[str]:
+    """The faults of settings that only NVIDIA's kernels can keep, on another platform."""
+    why = f"needs an NVIDIA GPU, and this process runs on {name}"
+    faults = []
+    if settings.transformer_impl == "transformer_engine":
+        faults.append(f"--transformer-impl transformer_engine {why}: use --transformer-impl local")
+    if settings.gradient_accumulation_fusion:
+        faults.append(f"--gradient-accumulation-fusion {why}: leave it out")
+    return faults
 
 
 def processes_on_node() -> int:

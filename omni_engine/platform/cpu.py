@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import cache
 from types import ModuleType
 
 import torch
 
 from omni_engine.platform import megatron_on_cpu
 from omni_engine.platform.attention_kernels import AttentionKernel, CpuFlashKernel
-from omni_engine.platform.base import ParallelChoices, Platform, PlatformError
+from omni_engine.platform.base import ParallelChoices, Platform, PlatformError, nvidia_only
+from omni_engine.platform.peak import measured_peak
 
 
 class CpuPlatform(Platform):
@@ -49,15 +51,24 @@ class CpuPlatform(Platform):
     def reset_peak(self) -> None:
         """The system keeps one peak, that of the life of the process."""
 
+    def peak_flops(self, dtype: torch.dtype) -> float | None:
+        """Measured, once a process and dtype: data sheets of CPUs do not say what a host's cores give one process."""
+        return _measured_once(dtype)
+
     def is_lost_peer(self, error: BaseException) -> bool:
         # gloo throws plain RuntimeErrors that name a file: "[.../gloo/transport/tcp/pair.cc:553] Connection closed".
         return super().is_lost_peer(error) or (isinstance(error, RuntimeError) and "gloo/transport/" in str(error))
 
     def validate(self, settings: ParallelChoices) -> list[str]:
-        faults = super().validate(settings)
+        faults = super().validate(settings) + nvidia_only(self.name, settings)
         if not torch.distributed.is_gloo_available():
             faults.append(
                 "torch was built without gloo, by which CPU processes communicate; install a build that has it"
+            )
+        if settings.optimizer_cpu_offload:
+            faults.append(
+                "--optimizer-cpu-offload moves the optimizer's state to host memory, where everything is already on "
+                "this platform (cpu): leave it out"
             )
         if settings.cpu_threads > _cores():
             faults.append(
@@ -79,6 +90,11 @@ class CpuPlatform(Platform):
             "megatron.core was imported before omni_engine, and on a CPU it has to be prepared first: "
             "move `import omni_engine` above the first import of megatron.core"
         )
+
+
+@cache
+def _measured_once(dtype: torch.dtype) -> float:
+    return measured_peak(dtype)
 
 
 def _cores() -> int:

@@ -3,10 +3,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import torch
 
 from omni_engine.platform.attention_kernels import AttentionKernel, CudaFlashKernel
 from omni_engine.platform.base import ParallelChoices, Platform, too_few_devices
+from omni_engine.platform.peak import nvidia_peak
 
 
 class CudaPlatform(Platform):
@@ -42,6 +47,18 @@ class CudaPlatform(Platform):
 
     def reset_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats()
+
+    def peak_flops(self, dtype: torch.dtype) -> float | None:
+        return nvidia_peak(torch.cuda.get_device_name(), dtype)
+
+    @contextmanager
+    def named_range(self, name: str) -> Iterator[None]:
+        # For torch's profiler and, by NVTX, for Nsight Systems.
+        with super().named_range(name), torch.cuda.nvtx.range(name):
+            yield
+
+    def profiler_activities(self) -> list[Any]:
+        return [*super().profiler_activities(), torch.profiler.ProfilerActivity.CUDA]
 
     def validate(self, settings: ParallelChoices) -> list[str]:
         faults = super().validate(settings) + too_few_devices("CUDA", torch.cuda.device_count())

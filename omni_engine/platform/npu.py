@@ -19,7 +19,8 @@ from typing import Any
 import torch
 
 from omni_engine.platform.attention_kernels import AttentionKernel, NpuFusionKernel
-from omni_engine.platform.base import ParallelChoices, Platform, PlatformError, too_few_devices
+from omni_engine.platform.base import ParallelChoices, Platform, PlatformError, nvidia_only, too_few_devices
+from omni_engine.platform.peak import ascend_peak
 
 _ADAPTOR = "mindspeed.megatron_adaptor"
 _MINDSPEED_MISSING = (
@@ -62,8 +63,12 @@ class NpuPlatform(Platform):
     def reset_peak(self) -> None:
         _npu().reset_peak_memory_stats()
 
+    def peak_flops(self, dtype: torch.dtype) -> float | None:
+        return ascend_peak(str(_npu().get_device_name()), dtype)
+
     def validate(self, settings: ParallelChoices) -> list[str]:
-        faults = super().validate(settings) + too_few_devices("NPU", int(_npu().device_count()))
+        faults = super().validate(settings) + nvidia_only(self.name, settings)
+        faults += too_few_devices("NPU", int(_npu().device_count()))
         if importlib.util.find_spec("mindspeed") is None:
             faults.append(_MINDSPEED_MISSING)
         return faults

@@ -47,6 +47,10 @@ class PromptEncoder:
             self.cache.popitem(last=False)
         return max(self.cache[prompt].shape[0] for prompt in wanted)
 
+    def tokens(self, prompt: str) -> int:
+        """Length of a prompt that `prepare` has seen, without padding."""
+        return self.cache[prompt].shape[0]
+
     def conditions(self, prompts: Sequence[str], tokens: int, guidance: Guidance) -> Conditions:
         """Conditions of a micro-batch, one prompt a sample, padded to `tokens`; `prepare` has seen the prompts."""
         conditional = TextCondition.collate([self.cache[prompt] for prompt in prompts], tokens)

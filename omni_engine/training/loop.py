@@ -16,7 +16,8 @@ def train(run: Run) -> None:
     if run.iteration == 0:
         evaluate(run)
     while run.iteration < run.train_iters:
-        metrics = train_iteration(run)
+        with run.profiler.iteration(run.iteration):
+            metrics = train_iteration(run)
         run.iteration += 1
         log(run, metrics)
         last = run.iteration == run.train_iters
@@ -33,6 +34,7 @@ def train_iteration(run: Run) -> dict[str, float]:
     plan = plan_iteration(run.iteration, prompts, run.updater.rules.updates, run.rollout, run.seed, run.groups)
     with run.timers.phase("rollout"):
         samples = sample(run, plan)
+    run.meter.count(plan)
     with run.timers.phase("reward_wait"):
         scored = run.rewards.collect(plan.ids, plan.groups)
     metrics = run.updater.run(samples, scored)
@@ -73,6 +75,7 @@ def log(run: Run, metrics: Mapping[str, float]) -> None:
             **metrics,
             **times,
             **run.memory(),
+            **run.meter.rates(times["time/elapsed"]),
             "throughput/images_per_second_per_device": rate,
             "progress/consumed_samples": float(run.iteration * run.rollout.samples_per_step),
         },
@@ -84,7 +87,7 @@ def evaluate(run: Run) -> None:
     """Score the held-out prompts and draw their pictures."""
     if run.evaluator is None:
         return
-    with run.timers.phase("validate"):
+    with run.timers.phase("validate"), run.weights(run.settings.ema.eval_weights):
         result = run.evaluator.run()
     if result.failed:
         run.logger.message(f"{result.failed} held-out prompts could not be scored and are left out of the means")

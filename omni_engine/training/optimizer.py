@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from omni_engine.arguments import OptimizerSettings, ParallelSettings
 from omni_engine.models.policy import Policy
+from omni_engine.training.average import WeightAverage
+from omni_engine.training.data_parallel import finish_param_sync, wrap_chunks
+from omni_engine.training.replicas import ReplicaCheck
 
 
 class TrainingError(RuntimeError):
@@ -30,14 +33,15 @@ class PolicyOptimizer:
     """Steps a policy's weights. Wraps the policy's stage for data-parallel gradient reduction in float32.
 
     The learning rate moves once an iteration, after its last update.
+
+    Attributes:
+        average: a moving average of the trained weights that steps with them; None until `keep_average`.
     """
 
     def __init__(self, policy: Policy, settings: OptimizerSettings, parallel: ParallelSettings, train_iters: int):
         self.policy = policy
-        ddp_config = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True, use_distributed_optimizer=parallel.use_distributed_optimizer
-        )
-        self.ddp = [DistributedDataParallel(policy.config, ddp_config, chunk) for chunk in policy.chunks]
+        self.average: WeightAverage | None = None
+        self.ddp = wrap_chunks(policy, parallel)
         policy.models = list(self.ddp)
         config = OptimizerConfig(
             optimizer="adam",
@@ -52,6 +56,11 @@ class PolicyOptimizer:
             bf16=policy.config.bf16,
             params_dtype=policy.config.params_dtype,
             use_distributed_optimizer=parallel.use_distributed_optimizer,
+            overlap_param_gather=parallel.overlap_param_gather,
+            optimizer_cpu_offload=parallel.optimizer_cpu_offload,
+            optimizer_offload_fraction=parallel.optimizer_offload_fraction if parallel.optimizer_cpu_offload else 0.0,
+            # The optimizer on the host takes its gradients by the way of this one; all of it stays float32.
+            use_precision_aware_optimizer=parallel.optimizer_cpu_offload,
         )
         self.optimizer: MegatronOptimizer = get_megatron_optimizer(config, self.ddp)
         self.scheduler = OptimizerParamScheduler(
@@ -68,7 +77,23 @@ class PolicyOptimizer:
             wd_incr_style="constant",
         )
         policy.config.grad_scale_func = self.optimizer.scale_loss
-        policy.config.finalize_model_grads_func = finalize_model_grads
+        self.check = ReplicaCheck(policy) if parallel.check_param_sync else None
+        self.check_interval = parallel.check_param_sync_interval
+
+    def keep_average(self, decay: float, interval: int) -> None:
+        """Begin a moving average with the weights as they are. See `WeightAverage`."""
+        self.average = WeightAverage(self.policy.trained_parameters(), decay, interval)
+
+    def describe(self) -> str:
+        """Which implementation of Adam steps the weights, and what of: for people."""
+        inner = self.inner_optimizers[0]
+        adam = type(inner.optimizer)
+        return f"{adam.__module__}.{adam.__qualname__} in Megatron's {type(inner).__name__}"
+
+    @property
+    def inner_optimizers(self) -> list[Any]:
+        """Megatron's optimizers, which it may chain."""
+        return list(getattr(self.optimizer, "chained_optimizers", [self.optimizer]))
 
     def zero_grad(self) -> None:
         """Clear the gradient buffers before an update."""
@@ -85,14 +110,33 @@ class PolicyOptimizer:
         """Clip, step, and count a new version of the weights. The gradients are known to be finite.
 
         Raises:
-            TrainingError: Megatron refused the step.
+            TrainingError: Megatron refused the step, or --check-param-sync found a difference.
         """
         learning_rate = float(self.optimizer.param_groups[0]["lr"])
         succeeded, grad_norm, _ = self.optimizer.step()
         if not succeeded:
             raise TrainingError("Megatron's optimizer refused the step; the weights are unchanged")
         self.policy.version += 1
+        if self.check is not None and self.policy.version % self.check_interval == 0:
+            self.finish_param_sync()
+            difference = self.check.difference()
+            if difference is not None:
+                raise TrainingError(
+                    f"after optimizer step {self.policy.version} {difference}. Resume from an earlier checkpoint; if "
+                    "it comes back, look for a faulty device, or leave out the overlap options"
+                )
+        if self.average is not None and self.average.is_due(self.policy.version):
+            self.finish_param_sync()
+            self.average.update(self.policy.version)
         return StepResult(float(grad_norm), learning_rate)
+
+    def finish_param_sync(self) -> None:
+        """Make sure that this rank holds all of the newest weights. A collective over the replicas.
+
+        With --overlap-param-gather a step leaves a rank with its own part of the weights; a forward pass gathers the
+        rest as it goes. Whatever else reads weights calls this first.
+        """
+        finish_param_sync(self.ddp)
 
     def end_iteration(self) -> None:
         """Move the learning rate."""

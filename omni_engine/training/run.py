@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from omni_engine.arguments import RolloutSettings, Settings
 from omni_engine.checkpoint import (
     check_export_target,
     check_same_run,
-    export_pipeline,
+    export_policy,
     load_checkpoint,
     load_transformer,
     model_fingerprint,
@@ -24,6 +25,7 @@ from omni_engine.checkpoint import (
 from omni_engine.data import PromptSampler, load_prompts
 from omni_engine.flow import Schedule
 from omni_engine.models import Components, build_family
+from omni_engine.models.adapters import initialize_adapters
 from omni_engine.models.guidance import Guidance
 from omni_engine.models.policy import Policy
 from omni_engine.parallel import ParallelGroups
@@ -34,8 +36,10 @@ from omni_engine.training.evaluation import Evaluator
 from omni_engine.training.logging import PhaseTimers, RunDirectory, RunLogger, open_run_directory
 from omni_engine.training.logging.summary import summarize
 from omni_engine.training.optimizer import PolicyOptimizer
-from omni_engine.training.reference import ReferenceWeights
+from omni_engine.training.profile import Profiler
+from omni_engine.training.reference import reference_of
 from omni_engine.training.scoring import RewardCollector
+from omni_engine.training.throughput import FlopsMeter
 from omni_engine.training.update import Updater, UpdateRules
 
 
@@ -57,6 +61,8 @@ class Run:
     logger: RunLogger
     directory: RunDirectory
     timers: PhaseTimers
+    profiler: Profiler
+    meter: FlopsMeter
     identity: dict[str, Any]
     iteration: int = 0
     pool: RewardPool | None = field(default=None, repr=False)
@@ -83,7 +89,13 @@ class Run:
 
     def save(self) -> None:
         """Write a checkpoint of the finished iterations."""
+        self.optimizer.finish_param_sync()
         save_checkpoint(self.settings.save_dir, self.iteration, self.policy, self.optimizer, self.identity)
+
+    def weights(self, choice: str) -> AbstractContextManager[None]:
+        """The block runs with the trained weights (`policy`) or with their moving average (`ema`)."""
+        average = self.optimizer.average
+        return nullcontext() if choice == "policy" or average is None else average.in_place()
 
     def memory(self) -> dict[str, float]:
         """Peak memory of this rank so far, in GB."""
@@ -97,11 +109,15 @@ class Run:
         """Export if asked to, write the summary, and say what was gained."""
         places: list[tuple[Path, str]] = []
         if self.settings.checkpoint.export_hf is not None:
+            self.optimizer.finish_param_sync()
             target = Path(self.settings.checkpoint.export_hf)
+            merge = self.settings.lora.export_merged
             if self.groups.dp_rank == 0:
-                source = Path(self.settings.model.model)
-                export_pipeline(self.policy.parameters(), self.policy.family.mapping, source, target, self.groups)
-            places.append((target, "the trained pipeline; DiffusionPipeline.from_pretrained loads it"))
+                with self.weights(self.settings.ema.export_weights):
+                    export_policy(self.policy, Path(self.settings.model.model), target, merge)
+            whole = self.policy.lora is None or merge
+            told = "the trained pipeline; DiffusionPipeline.from_pretrained loads it"
+            places.append((target, told if whole else "the trained adapters; pipeline.load_lora_weights loads them"))
         layout = {
             "tp": self.groups.tp_size,
             "ulysses": self.groups.ulysses_size,
@@ -123,6 +139,7 @@ class Run:
         """End the scorers and the log. Safe after an error."""
         if self.pool is not None:
             self.pool.close()
+        self.profiler.close()
         self.logger.close()
 
 
@@ -140,11 +157,14 @@ def build_run(settings: Settings, groups: ParallelGroups) -> Run:
     directory = open_run_directory(settings.run_dir, rank=groups.rank, resumed_iteration=resumed)
     family = build_family(settings.model.model_family, settings.model.model)
     height, width = settings.model.height, settings.model.width
-    policy = Policy(family, groups, settings.model, settings.parallel)
-    load_transformer(policy.parameters(), family.mapping, Path(settings.model.model) / "transformer", groups)
+    policy = Policy(family, groups, settings.model, settings.parallel, settings.lora)
+    load_transformer(policy.base_parameters(), family.mapping, Path(settings.model.model) / "transformer", groups)
+    initialize_adapters(policy.adapters(), policy.mapping, groups, settings.lora.lora_rank, settings.training.seed)
     algorithm = build_algorithm(settings.algorithm)
-    reference = ReferenceWeights(policy.parameters()) if algorithm.needs.reference else None
+    reference = reference_of(policy) if algorithm.needs.reference else None
     optimizer = PolicyOptimizer(policy, settings.optimizer, settings.parallel, settings.training.train_iters)
+    if settings.ema.ema_decay:
+        optimizer.keep_average(settings.ema.ema_decay, settings.ema.ema_interval)
     if settings.checkpoint.load is not None:
         load_checkpoint(settings.checkpoint.load, policy, optimizer, resumed)
     components = family.load_components(settings.model.max_text_tokens) if groups.is_model_source else None
@@ -155,12 +175,14 @@ def build_run(settings: Settings, groups: ParallelGroups) -> Run:
     logger = RunLogger(directory, settings.logging, groups.rank, resumed)
     if groups.rank == 0:
         directory.write_args(settings.to_dict())
-    timers = PhaseTimers(get_platform().synchronize, logger.phase)
+    profiler = Profiler(settings.logging, directory.path, policy, optimizer, logger.message)
+    timers = PhaseTimers(get_platform().synchronize, logger.phase, profiler.phase_range())
     rules = UpdateRules(
         updates=settings.algorithm.updates_per_rollout,
         micro_batch_size=settings.optimizer.micro_batch_size,
         kl_variance=settings.algorithm.kl_variance,
         max_log_prob_gap=settings.rollout.max_log_prob_gap,
+        recompute_old_log_prob=settings.rollout.old_log_prob == "recompute",
     )
     evaluator = None
     if held_out:
@@ -181,6 +203,8 @@ def build_run(settings: Settings, groups: ParallelGroups) -> Run:
         logger=logger,
         directory=directory,
         timers=timers,
+        profiler=profiler,
+        meter=FlopsMeter(policy, encoder, settings.rollout, algorithm.needs.reference, settings.logging.peak_tflops),
         identity=identity,
         iteration=resumed or 0,
         pool=pool,
@@ -204,7 +228,8 @@ def _check_folders(settings: Settings, identity: dict[str, Any]) -> int | None:
     """
     checkpoint = settings.checkpoint
     if checkpoint.export_hf is not None:
-        check_export_target(Path(settings.model.model), Path(checkpoint.export_hf))
+        adapters = settings.lora.enabled and not settings.lora.export_merged
+        check_export_target(Path(settings.model.model), Path(checkpoint.export_hf), adapters)
     if checkpoint.load is None:
         return None
     saved = read_state(checkpoint.load)
@@ -225,11 +250,13 @@ def _identity(settings: Settings, prompts: Sequence[str]) -> dict[str, Any]:
     """What must be equal for a checkpoint to be continued as the same run."""
     digest = hashlib.sha256("\n".join(prompts).encode()).hexdigest()
     rollout, algorithm = settings.rollout, settings.algorithm
+    lora = settings.lora.identity() or dict.fromkeys(("rank", "alpha", "target_modules"))
     return {
         "seed": settings.training.seed,
         "train_prompts_sha256": digest,
         "model_sha256": model_fingerprint(settings.model.model),
         "model_family": settings.model.model_family,
+        **{f"lora_{name}": value for name, value in lora.items()},
         "height": settings.model.height,
         "width": settings.model.width,
         "prompts_per_step": rollout.prompts_per_step,

@@ -21,7 +21,7 @@ from omni_engine.platform import get_platform
 from omni_engine.rollout import PromptEncoder, micro_batches
 from omni_engine.training.logging.timers import PhaseTimers
 from omni_engine.training.optimizer import PolicyOptimizer, StepResult, TrainingError
-from omni_engine.training.reference import ReferenceWeights
+from omni_engine.training.reference import Reference
 from omni_engine.training.scoring import ScoredBatch
 
 Statistics = dict[str, torch.Tensor]
@@ -49,12 +49,14 @@ class UpdateRules:
         micro_batch_size: samples of a forward pass.
         kl_variance: which variance the KL term divides by.
         max_log_prob_gap: largest |log-prob of the trainer - of the rollout| that is accepted before the first update.
+        recompute_old_log_prob: take the old log-probs from a forward pass of the trainer instead of from the rollout.
     """
 
     updates: int
     micro_batch_size: int
     kl_variance: str
     max_log_prob_gap: float
+    recompute_old_log_prob: bool = False
 
 
 class Updater:
@@ -68,7 +70,7 @@ class Updater:
         encoder: PromptEncoder,
         guidance: Guidance,
         rules: UpdateRules,
-        reference: ReferenceWeights | None,
+        reference: Reference | None,
         timers: PhaseTimers,
     ):
         """`reference` is given where the algorithm needs one."""
@@ -93,7 +95,10 @@ class Updater:
         segment = samples.segments[self.policy.family.modality]
         decisions = self._decisions(samples, segment)
         reference = self._reference_velocities(decisions)
-        step = _UpdateStep(self, samples, segment, advantages[scored.local], scored.valid[scored.local])
+        old_log_prob = segment.log_prob
+        if self.rules.recompute_old_log_prob:
+            old_log_prob = self._own_log_prob(decisions, segment)
+        step = _UpdateStep(self, samples, segment, old_log_prob, advantages[scored.local], scored.valid[scored.local])
         per_update = len(decisions) // self.rules.updates
         slots_per_update = (int(scored.groups.max()) + 1) // self.rules.updates
         records: list[tuple[list[Statistics], StepResult]] = []
@@ -143,16 +148,34 @@ class Updater:
         return joined_input(decisions.latents, decisions.time, conditions, family.modality, self.policy.shape.grid)
 
     def _reference_velocities(self, decisions: Sequence[_Decisions]) -> list[torch.Tensor | None]:
-        """Guided velocities of the reference weights on the last stage; None elsewhere or without a reference.
-
-        The branches are run as in training, so that equal weights give equal bits and a KL of exactly zero.
-        """
+        """Guided velocities of the reference weights on the last stage; None elsewhere or without a reference."""
         if not self.algorithm.needs.reference:
             return [None] * len(decisions)
         assert self.reference is not None
         with self.timers.phase("reference"), self.reference.in_place():
-            unconditional = self.unconditional_velocities(decisions)
-            outputs = self.policy.evaluate(self.inputs(decisions))
+            return self._velocities(decisions)
+
+    def _own_log_prob(self, decisions: Sequence[_Decisions], segment: FlowSegment) -> torch.Tensor:
+        """Log-probs float64 [B, K] by the trainer's present weights; earlier stages, which read none, keep the
+        rollout's."""
+        with self.timers.phase("old_log_prob"):
+            old = segment.log_prob.clone()
+            table = coefficient_table(segment.schedule, segment.sde_type, segment.noise_level)
+            for one, velocity in zip(decisions, self._velocities(decisions), strict=True):
+                if velocity is not None:
+                    coefficients = table[segment.steps[one.column]].expand(len(velocity), 6)
+                    x_next = segment.x_next[one.rows, one.column]
+                    old[one.rows, one.column] = gaussian_log_prob(one.latents, velocity, x_next, coefficients)
+            return old
+
+    def _velocities(self, decisions: Sequence[_Decisions]) -> list[torch.Tensor | None]:
+        """Guided velocities without a graph, on the last stage; None on earlier ones.
+
+        The branches are run as in training, so that equal weights give equal bits: a KL of exactly zero, a ratio of
+        exactly one.
+        """
+        unconditional = self.unconditional_velocities(decisions)
+        outputs = self.policy.evaluate(self.inputs(decisions))
         if not outputs:
             return [None] * len(decisions)
         return [
@@ -196,12 +219,18 @@ class _UpdateStep:
     """One optimizer update: loss of each micro-batch, checks, step."""
 
     def __init__(
-        self, updater: Updater, samples: Samples, segment: FlowSegment, advantages: torch.Tensor, valid: torch.Tensor
+        self,
+        updater: Updater,
+        samples: Samples,
+        segment: FlowSegment,
+        old_log_prob: torch.Tensor,
+        advantages: torch.Tensor,
+        valid: torch.Tensor,
     ):
-        """`advantages` float64 [B] and `valid` bool [B] of this rank's samples."""
+        """`old_log_prob` float64 [B, K], `advantages` float64 [B] and `valid` bool [B] of this rank's samples."""
         device = get_platform().device()
         self.updater = updater
-        self.samples, self.segment = samples, segment
+        self.samples, self.segment, self.old_log_prob = samples, segment, old_log_prob
         self.advantages, self.valid = advantages.to(device), valid.to(device)
         self.coefficients = coefficient_table(
             segment.schedule, segment.sde_type, segment.noise_level, updater.rules.kl_variance
@@ -243,12 +272,11 @@ class _UpdateStep:
         coefficients = self.coefficients[segment.steps[column]].expand(len(velocity), 6)
         log_prob = gaussian_log_prob(decisions.latents, velocity, segment.x_next[rows, column], coefficients)
         kl = None if reference is None else gaussian_kl(velocity, reference, coefficients)
-        old = segment.log_prob[rows, column]
         weights = self.valid[rows].double()
         result = updater.algorithm.loss(
             DecisionStats(
                 log_prob=log_prob,
-                old_log_prob=old,
+                old_log_prob=self.old_log_prob[rows, column],
                 advantages=self.advantages[rows],
                 weights=weights,
                 kl=kl,
@@ -258,11 +286,11 @@ class _UpdateStep:
         )
         statistics = {f"sum/{name}": value for name, value in result.sums.items()}
         statistics.update({f"max/{name}": value for name, value in result.maxima.items()})
-        return result.loss, statistics | self._gap(log_prob.detach(), old, column)
+        return result.loss, statistics | self._gap(log_prob.detach(), segment.log_prob[rows, column], column)
 
-    def _gap(self, log_prob: torch.Tensor, old: torch.Tensor, column: int) -> Statistics:
+    def _gap(self, log_prob: torch.Tensor, of_rollout: torch.Tensor, column: int) -> Statistics:
         """Distance of the trainer's log-probs from the rollout's, in this step's column of [K]."""
-        gap = (log_prob - old).abs()
+        gap = (log_prob - of_rollout).abs()
         place = torch.zeros(len(self.segment.steps), dtype=torch.float64, device=gap.device)
         place[column] = 1.0
         return {

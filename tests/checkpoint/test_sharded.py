@@ -26,24 +26,18 @@ from tests.tiny import make_transformer
 pytestmark = pytest.mark.fast
 
 
-class Stage(torch.nn.Module):
-    """The parameters that a rank of a TP group would hold, cut from whole Hugging Face tensors."""
+def parameters(
+    mapping: ModelMapping, whole: dict[str, torch.Tensor], tp_rank: int, tp_size: int
+) -> dict[str, torch.nn.Parameter]:
+    """What a rank of a TP group would hold, cut from whole Hugging Face tensors."""
 
-    def __init__(self, mapping: ModelMapping, whole: dict[str, torch.Tensor], tp_rank: int, tp_size: int):
-        super().__init__()
-        for path, entry in mapping.entries.items():
-            pieces = [self._cut(whole[name], entry, tp_rank, tp_size) for name in entry.sources]
-            module = self
-            *parents, leaf = path.split(".")
-            for name in parents:
-                if name not in module._modules:
-                    module.add_module(name, torch.nn.Module())
-                module = module.get_submodule(name)
-            module.register_parameter(leaf, torch.nn.Parameter(torch.cat(pieces)))
+    def cut(tensor: torch.Tensor, entry: ParameterMapping) -> torch.Tensor:
+        return tensor if entry.shard_dim is None else tensor.chunk(tp_size, entry.shard_dim)[tp_rank]
 
-    @staticmethod
-    def _cut(whole: torch.Tensor, entry: ParameterMapping, rank: int, size: int) -> torch.Tensor:
-        return whole if entry.shard_dim is None else whole.chunk(size, entry.shard_dim)[rank]
+    return {
+        path: torch.nn.Parameter(torch.cat([cut(whole[name], entry) for name in entry.sources]))
+        for path, entry in mapping.entries.items()
+    }
 
 
 @pytest.mark.parametrize(("tp_size", "dp_size"), [(1, 1), (2, 1), (1, 2), (4, 2)])
@@ -55,8 +49,8 @@ def test_every_element_is_written_once_at_its_place(
     written = {name: torch.zeros_like(value) for name, value in whole.items()}
     times = {name: torch.zeros_like(value) for name, value in whole.items()}
     for tp_rank, dp_rank in product(range(tp_size), range(dp_size)):
-        groups = replace(single_process, tp_rank=tp_rank, tp_size=tp_size, dp_rank=dp_rank, dp_size=dp_size)
-        for tensor in built_tensors(model_state(Stage(mapping, whole, tp_rank, tp_size), mapping, groups)):
+        groups = replace(single_process, tp_rank=tp_rank, tp_size=tp_size, dp_rank=dp_rank, dp_cp_rank=dp_rank)
+        for tensor in built_tensors(model_state(parameters(mapping, whole, tp_rank, tp_size), mapping, groups)):
             assert tuple(tensor.global_shape) == tuple(whole[tensor.key].shape), tensor.key
             if not any(tensor.replica_id):
                 written[tensor.key][tensor.global_slice()] = tensor.data.detach()
@@ -72,8 +66,8 @@ def test_replicas_of_a_shard_have_different_ids(model_folder: Path, single_proce
     whole = {name: value.detach() for name, value in make_transformer().named_parameters()}
     ids: Counter[tuple[str, tuple[int, ...], tuple[int, ...]]] = Counter()
     for tp_rank, dp_rank in product(range(2), range(2)):
-        groups = replace(single_process, tp_rank=tp_rank, tp_size=2, dp_rank=dp_rank, dp_size=2)
-        for tensor in built_tensors(model_state(Stage(mapping, whole, tp_rank, 2), mapping, groups)):
+        groups = replace(single_process, tp_rank=tp_rank, tp_size=2, dp_rank=dp_rank, dp_cp_rank=dp_rank)
+        for tensor in built_tensors(model_state(parameters(mapping, whole, tp_rank, 2), mapping, groups)):
             ids[tensor.key, tensor.global_offset, tensor.replica_id] += 1
     assert set(ids.values()) == {1}
 
@@ -81,7 +75,7 @@ def test_replicas_of_a_shard_have_different_ids(model_folder: Path, single_proce
 def test_optimizer_state_of_a_fused_parameter_follows_it(model_folder: Path, single_process: ParallelGroups) -> None:
     mapping = build_family("qwen_image", model_folder).mapping
     whole = {name: value.detach() for name, value in make_transformer().named_parameters()}
-    state = model_state(Stage(mapping, whole, 0, 1), mapping, single_process)
+    state = model_state(parameters(mapping, whole, 0, 1), mapping, single_process)
     fused = state["blocks.1.text.qkv.weight"]
     assert isinstance(fused, ShardedTensorFactory)
     moment = torch.randn_like(fused.data)
@@ -95,8 +89,8 @@ def test_optimizer_state_of_a_fused_parameter_follows_it(model_folder: Path, sin
 def test_unfused_parameters_are_the_parameters_themselves(model_folder: Path, single_process: ParallelGroups) -> None:
     """Megatron finds a parameter's optimizer state by the identity of the object."""
     mapping = build_family("qwen_image", model_folder).mapping
-    stage = Stage(mapping, {name: value.detach() for name, value in make_transformer().named_parameters()}, 0, 1)
-    state = model_state(stage, mapping, single_process)
-    for path, parameter in stage.named_parameters():
+    held = parameters(mapping, {name: value.detach() for name, value in make_transformer().named_parameters()}, 0, 1)
+    state = model_state(held, mapping, single_process)
+    for path, parameter in held.items():
         assert state[path].data is parameter
         assert isinstance(state[path], ShardedTensor | ShardedTensorFactory)

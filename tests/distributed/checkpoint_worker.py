@@ -12,7 +12,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,8 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from omni_engine.arguments import ParallelSettings
-from omni_engine.checkpoint import CheckpointError, export_pipeline, latest_iteration, load_checkpoint, save_checkpoint
+from omni_engine.arguments import LoraSettings, ParallelSettings
+from omni_engine.checkpoint import CheckpointError, export_policy, latest_iteration, load_checkpoint, save_checkpoint
 from omni_engine.parallel import ParallelGroups, destroy, initialize, leave_layout
 from tests.full_disk import full_disk
 from tests.small_training import Trainee, build_trainee
@@ -37,18 +36,23 @@ LAYOUTS = {
     "DP2": layout(),
     "DP2-DO": layout(use_distributed_optimizer=True),
 }
-WRITERS = {"float32": ("TP2", "PP2", "DP2", "DP2-DO"), "bf16": ("TP2", "DP2-DO")}
-READERS = {"float32": ("TP2", "PP2", "DP2-DO"), "bf16": ("PP2", "DP2-DO")}
+FORMS: dict[str, dict[str, Any]] = {
+    "float32": {},
+    "bf16": {"bf16": True},
+    "adapters": {"lora": LoraSettings(lora_rank=2), "ema_decay": 0.9},
+}
+WRITERS = {"float32": ("TP2", "PP2", "DP2", "DP2-DO"), "bf16": ("TP2", "DP2-DO"), "adapters": ("TP2", "DP2-DO")}
+READERS = {"float32": ("TP2", "PP2", "DP2-DO"), "bf16": ("PP2", "DP2-DO"), "adapters": ("TP2", "PP2")}
 """Layouts that every writer's checkpoint is loaded under."""
 
 
 def main(folder: Path) -> None:
     (folder / "dumps").mkdir(exist_ok=True)
-    for precision, readers in READERS.items():
-        for writer in WRITERS[precision]:
-            with_layout(writer, lambda groups: write(folder, groups, writer, precision))  # noqa: B023 - called at once
+    for form, readers in READERS.items():
+        for writer in WRITERS[form]:
+            with_layout(writer, lambda groups: write(folder, groups, writer, form))  # noqa: B023 - called at once
         for reader in readers:
-            with_layout(reader, lambda groups: read(folder, groups, reader, precision))  # noqa: B023 - called at once
+            with_layout(reader, lambda groups: read(folder, groups, reader, form))  # noqa: B023 - called at once
     with_layout("TP2", lambda groups: fail(folder, groups))
 
 
@@ -58,48 +62,49 @@ def with_layout(name: str, work: Callable[[ParallelGroups], None]) -> None:
     leave_layout()
 
 
-def build(folder: Path, groups: ParallelGroups, name: str, precision: str) -> Trainee:
-    return build_trainee(folder / "model", groups, LAYOUTS[name], bf16=precision == "bf16")
+def build(folder: Path, groups: ParallelGroups, name: str, form: str) -> Trainee:
+    return build_trainee(folder / "model", groups, LAYOUTS[name], **FORMS[form])
 
 
-def write(folder: Path, groups: ParallelGroups, name: str, precision: str) -> None:
+def write(folder: Path, groups: ParallelGroups, name: str, form: str) -> None:
     """Two steps, save, two more; then the same from the checkpoint, which must give the same bits."""
-    trainee = build(folder, groups, name, precision)
+    trainee = build(folder, groups, name, form)
     trainee.train(0, 1)
-    root = folder / f"{precision}-{name}"
+    root = folder / f"{form}-{name}"
     save_checkpoint(root, 2, trainee.policy, trainee.optimizer, {"writer": name})
-    dump(folder, trainee, f"{precision}-{name}-saved")
+    dump(folder, trainee, f"{form}-{name}-saved")
     saved = everything(trainee)
-    export_pipeline_once(folder, trainee, f"{precision}-{name}")
+    export_once(folder, trainee, f"{form}-{name}")
     trainee.train(2, 3)
-    dump(folder, trainee, f"{precision}-{name}-after")
+    dump(folder, trainee, f"{form}-{name}-after")
 
-    resumed = build(folder, groups, name, precision)
+    resumed = build(folder, groups, name, form)
     state = load_checkpoint(root, resumed.policy, resumed.optimizer)
     assert (state.iteration, state.state, resumed.policy.version) == (2, {"writer": name}, 2)
-    assert_same_bits(everything(resumed), saved, f"{precision} {name} right after loading")
+    assert_same_bits(everything(resumed), saved, f"{form} {name} right after loading")
     resumed.train(2, 3)
-    assert_same_bits(everything(resumed), everything(trainee), f"{precision} {name} two steps after loading")
+    assert_same_bits(everything(resumed), everything(trainee), f"{form} {name} two steps after loading")
 
 
-def export_pipeline_once(folder: Path, trainee: Trainee, name: str) -> None:
+def export_once(folder: Path, trainee: Trainee, name: str) -> None:
     """By the ranks of the first replica, as a run does."""
     policy = trainee.policy
     if policy.groups.dp_rank == 0:
-        target = folder / "exports" / name
-        export_pipeline(policy.parameters(), policy.family.mapping, folder / "model", target, policy.groups)
+        export_policy(policy, folder / "model", folder / "exports" / name)
+        if policy.lora is not None:
+            export_policy(policy, folder / "model", folder / "exports" / f"{name}-merged", merge=True)
 
 
-def read(folder: Path, groups: ParallelGroups, name: str, precision: str) -> None:
+def read(folder: Path, groups: ParallelGroups, name: str, form: str) -> None:
     """Load every writer's checkpoint, then two steps."""
-    for writer in WRITERS[precision]:
-        trainee = build(folder, groups, name, precision)
-        for parameter in trainee.policy.parameters().values():
+    for writer in WRITERS[form]:
+        trainee = build(folder, groups, name, form)
+        for parameter in trainee.policy.own_parameters().values():
             parameter.data.fill_(7.0)
-        load_checkpoint(folder / f"{precision}-{writer}", trainee.policy, trainee.optimizer)
-        dump(folder, trainee, f"{precision}-{writer}-{name}-loaded")
+        load_checkpoint(folder / f"{form}-{writer}", trainee.policy, trainee.optimizer)
+        dump(folder, trainee, f"{form}-{writer}-{name}-loaded")
         trainee.train(2, 3)
-        dump(folder, trainee, f"{precision}-{writer}-{name}-after")
+        dump(folder, trainee, f"{form}-{writer}-{name}-after")
 
 
 def fail(folder: Path, groups: ParallelGroups) -> None:
@@ -134,6 +139,7 @@ def fail(folder: Path, groups: ParallelGroups) -> None:
 def everything(trainee: Trainee) -> dict[str, torch.Tensor]:
     """A copy of all tensors of this rank that the optimizer or the model keeps, whatever their form."""
     tensors = {f"weight/{name}": weight for name, weight in trainee.weights().items()}
+    tensors |= {f"average/{name}": value.clone() for name, value in averages(trainee).items()}
     for inner in trainee.optimizer.optimizer.chained_optimizers:
         parameters = [parameter for group in inner.optimizer.param_groups for parameter in group["params"]]
         for index, parameter in enumerate(parameters):
@@ -141,6 +147,11 @@ def everything(trainee: Trainee) -> dict[str, torch.Tensor]:
             for key, value in inner.optimizer.state[parameter].items():
                 tensors[f"{key}/{index}"] = value.detach().clone()
     return tensors
+
+
+def averages(trainee: Trainee) -> dict[str, torch.Tensor]:
+    average = trainee.optimizer.average
+    return {} if average is None else average.weights
 
 
 def assert_same_bits(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], when: str) -> None:
@@ -151,12 +162,13 @@ def assert_same_bits(found: dict[str, torch.Tensor], expected: dict[str, torch.T
 
 def dump(folder: Path, trainee: Trainee, name: str) -> None:
     """This rank's weights, and its moments where each parameter has its own (not of the distributed optimizer)."""
-    mapping = trainee.policy.family.mapping
-    local = {"weight": trainee.weights()}
+    mapping = trainee.policy.mapping
+    local = {"weight": trainee.weights(), "average": averages(trainee)}
     (inner,) = trainee.optimizer.optimizer.chained_optimizers
     if not hasattr(inner, "gbuf_ranges"):
         masters = {
-            name: getattr(parameter, "main_param", parameter) for name, parameter in trainee.policy.parameters().items()
+            name: getattr(parameter, "main_param", parameter)
+            for name, parameter in trainee.policy.trained_parameters().items()
         }
         for key in ("exp_avg", "exp_avg_sq"):
             local[key] = {name: inner.optimizer.state[master][key] for name, master in masters.items()}

@@ -36,7 +36,7 @@ def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("case", CASES, ids=list(CASES))
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_forward_and_gradients_equal_diffusers(
     case: str, recompute: str, tmp_path: Path, single_process: ParallelGroups
 ) -> None:

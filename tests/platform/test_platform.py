@@ -26,6 +26,9 @@ pytestmark = pytest.mark.fast
 class _Choices:
     platform: str = "auto"
     cpu_threads: int = 0
+    optimizer_cpu_offload: bool = False
+    transformer_impl: str = "local"
+    gradient_accumulation_fusion: bool = False
 
 
 @pytest.fixture
@@ -78,6 +81,15 @@ def test_faults_name_the_flag_and_the_remedy(monkeypatch: pytest.MonkeyPatch) ->
     assert len(faults) == 2
     assert "--platform cuda" in faults[0] and "OMNI_PLATFORM" in faults[0]
     assert "--cpu-threads 100000" in faults[1] and "lower it" in faults[1]
+
+    choices = _Choices(
+        optimizer_cpu_offload=True, transformer_impl="transformer_engine", gradient_accumulation_fusion=True
+    )
+    faults = CpuPlatform().validate(choices)
+    assert len(faults) == 3
+    assert "--transformer-impl local" in faults[0] and "NVIDIA" in faults[0]
+    assert "--gradient-accumulation-fusion" in faults[1]
+    assert "--optimizer-cpu-offload" in faults[2] and "host memory" in faults[2]
 
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)

@@ -7,7 +7,8 @@ Not covered: that the processes of a real job agree (tests/distributed), and the
 
 from __future__ import annotations
 
-from typing import Any, cast
+from dataclasses import fields
+from typing import Any
 
 import pytest
 import torch
@@ -25,11 +26,10 @@ UPDATES, SEED = 2, 11
 
 def replica(dp_rank: int, dp_size: int) -> ParallelGroups:
     """A place among data-parallel replicas of one process each, without process groups."""
-    nobody = cast("Any", None)
-    return ParallelGroups(
-        rank=dp_rank, world_size=dp_size, tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, dp_rank=dp_rank, dp_size=dp_size,
-        tp=nobody, pp=nobody, dp=nobody, model=nobody,
-    )  # fmt: skip
+    of_one: dict[str, Any] = {}
+    for field in fields(ParallelGroups):
+        of_one[field.name] = 1 if field.name.endswith("_size") else 0 if field.name.endswith("rank") else None
+    return ParallelGroups(**of_one | {"dp_rank": dp_rank, "dp_size": dp_size})
 
 
 def plans(dp_size: int, iteration: int = 0, updates: int = UPDATES) -> list[IterationPlan]:

@@ -58,7 +58,7 @@ def test_the_reference_is_the_model_as_loaded(build: Callable[..., Engine], fold
 def test_the_trained_weights_return_after_an_exception_in_their_own_storage() -> None:
     """The optimizer and the gradient buffers point at that storage."""
     layer = torch.nn.Linear(3, 2)
-    reference = ReferenceWeights(layer)
+    reference = ReferenceWeights(dict(layer.named_parameters()))
     with torch.no_grad():
         layer.weight.add_(1.0)
     weight, storage = layer.weight.detach().clone(), layer.weight.data_ptr()
@@ -71,7 +71,7 @@ def test_the_trained_weights_return_after_an_exception_in_their_own_storage() ->
 def test_the_reference_is_a_copy() -> None:
     layer = torch.nn.Linear(3, 2)
     before = layer.weight.detach().clone()
-    reference = ReferenceWeights(layer)
+    reference = ReferenceWeights(dict(layer.named_parameters()))
     with torch.no_grad():
         layer.weight.zero_()
     assert torch.equal(reference.weights["weight"], before)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Forward and backward of our Qwen-Image block stack and of diffusers', interleaved in one process.
 
-    python -m tools.bench.train_step [--json] [--repeats 15] [--threads 1] [--wall]
+    python -m tools.bench.train_step [--json] [--repeats 15] [--threads 1] [--wall] [--recompute selective]
 
 Speed is the median over pairs of neighbouring steps, the ceiling is the rate of a large matrix product measured between
 them. Times are processor time of this process, which other programs do not add to; `--wall` takes the clock's instead,
@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -52,12 +53,12 @@ class Case:
 
 CASES = (
     Case("tiny", 4, 4, 32, 64, (1, 2, 4), 12, 32),
-    Case("1-layer full width", 1, 24, 128, 3584, (1, 16, 16), 64, 1),
+    Case("1-layer full width", 1, 24, 128, 3584, (1, 32, 32), 64, 1),
 )
 AXES = {32: (8, 12, 12), 128: (16, 56, 56)}
 
 
-def build(case: Case, folder: Path) -> tuple[Callable[[], None], Callable[[], None], int]:
+def build(case: Case, folder: Path, recompute: str) -> tuple[Callable[[], None], Callable[[], None], int]:
     """A step of ours, a step of diffusers', and the matrix-product FLOPs of a forward and backward pass."""
     torch.manual_seed(0)
     reference = QwenImageTransformer2DModel(
@@ -74,7 +75,8 @@ def build(case: Case, folder: Path) -> tuple[Callable[[], None], Callable[[], No
     (folder / "vae" / "config.json").write_text(json.dumps({"temperal_downsample": [False, True, True]}))
     family = build_family("qwen_image", folder)
     groups = initialize_once()
-    settings = ModelSettings(model=str(folder), height=16 * case.grid[1], width=16 * case.grid[2])
+    height, width = 16 * case.grid[1], 16 * case.grid[2]
+    settings = ModelSettings(model=str(folder), height=height, width=width, recompute_granularity=recompute)
     policy = Policy(family, groups, settings, ParallelSettings())
     load_transformer(policy.parameters(), family.mapping, folder / "transformer", groups)
 
@@ -133,10 +135,10 @@ def matmul_rate(clock: Callable[[], float]) -> float:
     return 2 * size**3 / min(seconds(lambda: torch.mm(a, b), clock) for _ in range(3))
 
 
-def measure(case: Case, repeats: int, clock: Callable[[], float]) -> dict[str, float | str]:
+def measure(case: Case, recompute: str, repeats: int, clock: Callable[[], float]) -> dict[str, float | str]:
     """One row of the table."""
     with tempfile.TemporaryDirectory() as folder:
-        ours, theirs, flops = build(case, Path(folder))
+        ours, theirs, flops = build(case, Path(folder), recompute)
     for step in (ours, theirs, ours, theirs):
         step()
     pairs, rates = [], []
@@ -146,6 +148,7 @@ def measure(case: Case, repeats: int, clock: Callable[[], float]) -> dict[str, f
     rate = statistics.median(rates)
     return {
         "model": case.name,
+        "recompute": recompute,
         "speed_over_diffusers": statistics.median(other / own for own, other in pairs),
         "memory_over_diffusers": peak_bytes(ours) / peak_bytes(theirs),
         "fraction_of_matmul": flops / statistics.median(own for own, _ in pairs) / rate,
@@ -158,11 +161,15 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object a row")
     parser.add_argument("--repeats", type=int, default=15, help="timed steps of each model")
     parser.add_argument("--threads", type=int, default=1, help="host threads")
+    parser.add_argument(
+        "--recompute", choices=("none", "selective", "full"), action="append", help="of ours (not given: none, selective)"
+    )
     parser.add_argument("--wall", action="store_true", help="measure by the clock on the wall")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    for case in CASES:
-        row = measure(case, arguments.repeats, time.perf_counter if arguments.wall else time.process_time)
+    clock = time.perf_counter if arguments.wall else time.process_time
+    for case, recompute in product(CASES, arguments.recompute or ("none", "selective")):
+        row = measure(case, recompute, arguments.repeats, clock)
         if arguments.json:
             print(json.dumps(row), flush=True)
         else:

@@ -25,7 +25,7 @@ class QKNorm(torch.nn.Module):
         self.q_layernorm = torch.nn.Parameter(torch.empty(head_dim, dtype=dtype, device=device))
         self.k_layernorm = torch.nn.Parameter(torch.empty(head_dim, dtype=dtype, device=device))
 
-    def rows(self, tokens: int) -> torch.Tensor:
+    def forward(self, tokens: int) -> torch.Tensor:
         """The two weights for each token of a stream, [tokens, 1, 2, 1, D]."""
         weight = torch.stack([self.q_layernorm, self.k_layernorm])[None, None, :, None]
         return weight.expand(tokens, -1, -1, -1, -1)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 
-def layer_norm_modulate(x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor, eps: float) -> torch.Tensor:
+def layer_norm_modulate(x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
     """LayerNorm without affine weights, then x * (1 + scale) + shift.
 
     Args:

@@ -34,6 +34,8 @@ _COLUMNS = (
     _Column("log-prob gap max", "parity/log_prob_gap_max", "{:.3E}", "max"),
     _Column("grad norm", "optimizer/grad_norm", "{:.3f}", "last"),
     _Column("images/s/device", "throughput/images_per_second_per_device", "{:.2f}"),
+    _Column("TFLOP/s/device", "throughput/tflops_per_device", "{:.3g}"),
+    _Column("MFU", "throughput/mfu", "{:.3f}"),
     _Column("failed samples", "rollout/failed_samples", "{:3.0f}", "sum"),
     _Column("masked samples", "rollout/masked_samples", "{:3.0f}", "sum"),
 )

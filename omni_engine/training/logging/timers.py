@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 PHASES = ("rollout", "reward_wait", "old_log_prob", "reference", "update", "weight_sync", "validate", "save")
 
@@ -18,16 +19,23 @@ class PhaseTimers:
     """Adds up the seconds of each phase until they are collected.
 
     `synchronize` waits for the device (`platform.synchronize`), so that queued work counts where it was asked for.
-    `on_phase` is told the name of a phase that begins (a progress bar).
+    `on_phase` is told the name of a phase that begins (a progress bar). `named_range` opens a range of that name in a
+    profiler's trace.
 
         with timers.phase("rollout"):
             ...
         logger.log(iteration, metrics | timers.collect(), total_iterations)
     """
 
-    def __init__(self, synchronize: Callable[[], None], on_phase: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self,
+        synchronize: Callable[[], None],
+        on_phase: Callable[[str], None] | None = None,
+        named_range: Callable[[str], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
         self._synchronize = synchronize
         self._on_phase = on_phase
+        self._named_range = named_range
         self._seconds: dict[str, float] = {}
         self._running: str | None = None
         self._collected_at = time.perf_counter()
@@ -48,8 +56,9 @@ class PhaseTimers:
         try:
             self._synchronize()
             start = time.perf_counter()
-            yield
-            self._synchronize()
+            with self._named_range(name):
+                yield
+                self._synchronize()
             self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
         finally:
             self._running = None

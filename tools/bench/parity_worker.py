@@ -1,149 +1,109 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run by test_layout_parity.py under torchrun: trains and samples a tiny model under each of several layouts.
+"""Run under torchrun: trains and samples a tiny model under each of several layouts of as many processes.
 
-    layout_worker.py FOLDER LAYOUT=CASE,CASE ...
+    parity_worker.py FOLDER LAYOUT=CASE,CASE ...
 
 FOLDER holds the model; the samples to train on are made by the first launch, in one process. What a rank ends with
-goes to FOLDER/LAYOUT/CASE.RANK.safetensors, for the test to put together: this file gathers nothing by the engine's
-own means, so a fault of those cannot hide here.
+goes to FOLDER/LAYOUT/CASE.RANK.safetensors, for tools/bench/parity.py to put together: this file gathers nothing by
+the engine's own means, so a fault of those cannot hide here.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
+from unittest.mock import patch
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
-from omni_engine.arguments import AlgorithmSettings, OptimizerSettings, ParallelSettings, RolloutSettings
+from omni_engine.algorithms import DecisionStats
+from omni_engine.algorithms.base import LossOutput
 from omni_engine.flow import FlowSegment, Samples, log_prob_convention
-from omni_engine.models.guidance import Guidance
 from omni_engine.parallel import ParallelGroups, destroy, initialize, leave_layout
 from omni_engine.reward import Reward, RewardPool
-from omni_engine.rollout import IterationPlan, RolloutChunk
+from omni_engine.rollout import IterationPlan, RolloutChunk, native
 from omni_engine.training.optimizer import StepResult
 from omni_engine.training.scoring import RewardCollector
-from tests.engine_parts import Engine, Setup, build_engine
+from tools.bench.parity_layouts import (
+    ALGORITHM,
+    GUIDANCES,
+    ITERATIONS,
+    LAYOUTS,
+    OPTIMIZER,
+    SAMPLING,
+    TRAINING,
+    Case,
+    Layout,
+    Sampling,
+    rollout_settings,
+)
+from tools.bench.tiny_engine import Engine, Setup, build_engine
 
+Tensors = dict[str, torch.Tensor]
 UNSCORED = 3
 """The sample whose picture cannot be scored."""
-ITERATIONS = 3
-"""Of two updates each, so three learning-rate steps and six optimizer steps."""
-GUIDANCES = {"none": Guidance(1.0, "both"), "both": Guidance(3.0, "both"), "conditional": Guidance(3.0, "conditional")}
-ROLLOUT = RolloutSettings(prompts_per_step=8, samples_per_prompt=2, num_inference_steps=4, sde_window_range=(0, 2))
-# The clip range is wide and the old log-probs lie off the policy's, so that ratios fall on both sides of its edges,
-# none so near that rounding decides. The gradient clip is active. Adam's epsilon is of the size of the gradients: with
-# a tiny one Adam's first step is the sign of the gradient, and where a gradient is small that sign is rounding, which
-# belongs to the layout and not to the model.
-ALGORITHM = AlgorithmSettings(clip_range=0.02, updates_per_rollout=2)
-OPTIMIZER = OptimizerSettings(lr=0.01, adam_eps=1e-4, clip_grad=0.02, weight_decay=0.01, micro_batch_size=4)
-
-
-def layout(tp: int = 1, pp: int = 1, **others: Any) -> ParallelSettings:
-    return ParallelSettings(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, **others)
-
-
-LAYOUTS = {
-    "ONE": layout(),
-    "TP2": layout(tp=2),
-    "TP2-SP": layout(tp=2, sequence_parallel=True),
-    "PP2": layout(pp=2),
-    "PP2xVPP2": layout(pp=2, num_virtual_stages_per_pipeline_rank=2),
-    "PP2-uneven": layout(pp=2, pipeline_layout=(3, 1)),
-    "U2": layout(ulysses_degree=2),
-    "R2": layout(ring_degree=2),
-    "R2-math": layout(ring_degree=2, ring_attention_kernel="math"),
-    "DP2": layout(),
-    "DP2-DO": layout(use_distributed_optimizer=True),
-    "PP4": layout(pp=4),
-    "U2xR2": layout(ulysses_degree=2, ring_degree=2),
-    "TP2xU2": layout(tp=2, ulysses_degree=2),
-    "TP2xR2-SP": layout(tp=2, ring_degree=2, sequence_parallel=True),
-    "PP2xU2": layout(pp=2, ulysses_degree=2),
-    "PP2xVPP2xR2": layout(pp=2, ring_degree=2, num_virtual_stages_per_pipeline_rank=2),
-    "DP2xU2-DO": layout(ulysses_degree=2, use_distributed_optimizer=True),
-    "TP2xPP2-SP": layout(tp=2, pp=2, sequence_parallel=True),
-    "DP2xTP2-SP-DO": layout(tp=2, sequence_parallel=True, use_distributed_optimizer=True),
-    "DP2xPP2": layout(pp=2),
-}
-
-
-@dataclass(frozen=True)
-class Case:
-    guidance: str = "none"
-    kl_coef: float = 0.0
-    recompute: str = "none"
-    bf16: bool = False
-    failed: tuple[int, ...] = ()
-
-
-TRAINING = {
-    "plain": Case(),
-    "both": Case("both", kl_coef=0.5, recompute="full"),
-    "conditional": Case("conditional", kl_coef=0.5),
-    # The last samples of the second update: under DP2 one replica has none to train on.
-    "masked": Case(failed=(0, 5, 12, 13, 14, 15)),
-    "bf16": Case(bf16=True, recompute="full"),
-}
-ROLLOUTS = {
-    f"rollout-{guidance}-{sde_type}": (guidance, sde_type, False)
-    for guidance in GUIDANCES
-    for sde_type in ("sde", "cps", "dance_sde")
-} | {"rollout-conditional-sde-bf16": ("conditional", "sde", True)}
 
 
 def main(folder: Path, wanted: Mapping[str, list[str]]) -> None:
     """Run the cases of each layout, one layout after the other."""
     for name, cases in wanted.items():
         layout = LAYOUTS[name]
-        groups = initialize(layout, seed=0)
+        groups = initialize(layout.parallel, seed=0)
+        assert groups.world_size == layout.processes, f"{name} needs {layout.processes} processes"
         (folder / name).mkdir(exist_ok=True)
         for case in cases:
             torch.manual_seed(1000 + groups.rank)
-            run = run_rollout if case in ROLLOUTS else run_training
-            tensors, figures = run(folder, groups, layout, case)
+            if case in SAMPLING:
+                tensors, figures = run_rollout(folder, groups, layout, SAMPLING[case])
+            else:
+                tensors, figures = run_training(folder, groups, layout, TRAINING[case])
             place = {"tp": groups.tp_rank, "cp": groups.cp_rank, "pp": groups.pp_rank, "dp": groups.dp_rank}
             save_file(
                 {key: value.contiguous() for key, value in tensors.items()},
                 folder / name / f"{case}.{groups.rank}.safetensors",
-                metadata={"figures": json.dumps(figures | place)},
+                metadata={"figures": json.dumps(figures), "place": json.dumps(place)},
             )
         leave_layout()
 
 
-def setup_of(layout: ParallelSettings, case: Case, sde_type: str = "sde") -> Setup:
+def setup_of(layout: Layout, case: Case, sampling: Sampling) -> Setup:
+    """The engine of a case; samples that are trained on have a log-prob gap, by design."""
     return Setup(
         guidance=GUIDANCES[case.guidance],
-        rollout=replace(ROLLOUT, sde_type=sde_type),
+        rollout=rollout_settings(sampling),
         algorithm=replace(ALGORITHM, kl_coef=case.kl_coef),
         optimizer=OPTIMIZER,
-        parallel=layout,
+        parallel=layout.parallel,
         recompute=case.recompute,
         bf16=case.bf16,
+        lora=case.lora,
         max_log_prob_gap=1.0,
     )
 
 
-def run_training(
-    folder: Path, groups: ParallelGroups, layout: ParallelSettings, name: str
-) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-    """Three iterations on the stored samples: metrics of each, the first gradient, the weights before and after."""
-    case = TRAINING[name]
-    engine = build_engine(folder, groups, setup_of(layout, case))
+def run_training(folder: Path, groups: ParallelGroups, layout: Layout, case: Case) -> tuple[Tensors, dict[str, float]]:
+    """Iterations on the stored samples: metrics of each, every decision, the first gradient, the weights before and
+    after."""
+    engine = build_engine(folder, groups, setup_of(layout, case, Sampling(case.guidance)))
+    fill_adapters(engine)
+    recorder = DecisionRecorder(engine)
     tensors = named("before", engine, engine.weights())
-    first: dict[str, torch.Tensor] = {}
+    first: Tensors = {}
     step = engine.optimizer.step
 
     def recording_step() -> StepResult:
         if not first:
             first.update(named("gradient", engine, reduced_gradients(engine)))
+        recorder.update += 1
         return step()
 
     engine.optimizer.step = recording_step  # type: ignore[method-assign]
@@ -154,26 +114,92 @@ def run_training(
         scored = replace(engine.scored(iteration, case.failed), local=stored.ids)
         metrics = engine.updater.run(samples, scored)
         figures |= {f"{iteration}/{key}": value for key, value in metrics.items()}
-    return tensors | first | named("after", engine, engine.weights()), figures
+    return tensors | first | recorder.tensors() | named("after", engine, engine.weights()), figures
+
+
+@torch.no_grad()
+def fill_adapters(engine: Engine) -> None:
+    """Give every B of an adapter numbers of its own: with the zeros that it starts with, A has no gradient."""
+    groups, rank = engine.groups, engine.setup.lora.lora_rank
+    for path, parameter in engine.policy.adapters().items():
+        entry = engine.policy.mapping.entries[path]
+        for name, piece in zip(entry.sources, entry.split(parameter), strict=True):
+            if "lora_B" in name:
+                shards = groups.tp_size if entry.shard_dim == 0 else 1
+                generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+                whole = 0.02 * torch.randn(len(piece) * shards, rank, generator=generator)
+                piece.copy_(whole.chunk(shards)[groups.tp_rank if shards > 1 else 0])
+
+
+class DecisionRecorder:
+    """Listens to the algorithm's loss, which a last stage calls for each micro-batch: the log-prob of every decision,
+    and what that decision alone adds to the loss."""
+
+    def __init__(self, engine: Engine):
+        self.update = 0
+        self.rows: list[torch.Tensor] = []
+        self.loss = engine.algorithm.loss
+        engine.algorithm.loss = self.recording_loss  # type: ignore[method-assign]
+
+    def recording_loss(self, stats: DecisionStats, global_count: float) -> LossOutput:
+        assert stats.sample_ids is not None
+        for index, sample in enumerate(stats.sample_ids.tolist()):
+            one = slice(index, index + 1)
+            alone = DecisionStats(
+                log_prob=stats.log_prob[one].detach(),
+                old_log_prob=stats.old_log_prob[one],
+                advantages=stats.advantages[one],
+                weights=stats.weights[one],
+                kl=None if stats.kl is None else stats.kl[one].detach(),
+            )
+            share = float(self.loss(alone, global_count).loss)
+            row = [self.update, sample, float(alone.log_prob), share]
+            self.rows.append(torch.tensor(row, dtype=torch.float64))
+        return self.loss(stats, global_count)
+
+    def tensors(self) -> Tensors:
+        """float64 [decisions, 4]: update, sample, log-prob, share of the loss; nothing on earlier stages."""
+        return {"decisions": torch.stack(self.rows)} if self.rows else {}
 
 
 def run_rollout(
-    folder: Path, groups: ParallelGroups, layout: ParallelSettings, name: str
-) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-    """One iteration sampled by the policy, replayed by the trainer with a limit of zero on the gap, and scored."""
-    guidance, sde_type, bf16 = ROLLOUTS[name]
-    setup = replace(setup_of(layout, Case(guidance, bf16=bf16), sde_type), max_log_prob_gap=0.0)
-    engine = build_engine(folder, groups, setup)
-    samples = engine.sample()
+    folder: Path, groups: ParallelGroups, layout: Layout, sampling: Sampling
+) -> tuple[Tensors, dict[str, float]]:
+    """An iteration sampled by the policy, replayed by the trainer with a limit of zero on the gap, and scored; then
+    the next one sampled."""
+    case = Case(sampling.guidance, bf16=sampling.bf16)
+    engine = build_engine(folder, groups, replace(setup_of(layout, case, sampling), max_log_prob_gap=0.0))
+    with recorded_noise() as noise:
+        samples = engine.sample()
     segment = samples.segments["image"]
     metrics = engine.updater.run(samples, engine.scored())
+    with recorded_noise() as later:
+        engine.sample(iteration=1)
     return {
         "ids": samples.ids,
         "x_t": segment.x_t,
         "x_next": segment.x_next,
         "log_prob": segment.log_prob,
         **collected_rewards(samples, groups),
+        **noise,
+        **later,
     }, metrics
+
+
+@contextmanager
+def recorded_noise() -> Iterator[Tensors]:
+    """What the rollout draws meanwhile: `noise/stream/step/sample`, float32 [elements]."""
+    drawn: Tensors = {}
+    draw = native.philox_normal
+
+    def recording(seed: int, ids: torch.Tensor, step: int, stream: int, elements: int) -> torch.Tensor:
+        values = draw(seed, ids, step, stream, elements)
+        for sample, row in zip(ids.tolist(), values, strict=True):
+            drawn[f"noise/{int(stream)}/{step}/{sample}"] = row.clone()
+        return values
+
+    with patch.object(native, "philox_normal", recording):
+        yield drawn
 
 
 class NumberPool:
@@ -187,7 +213,7 @@ class NumberPool:
         return [Reward(None if value == UNSCORED else value) for value in self.values]
 
 
-def collected_rewards(samples: Samples, groups: ParallelGroups) -> dict[str, torch.Tensor]:
+def collected_rewards(samples: Samples, groups: ParallelGroups) -> Tensors:
     """What every rank is told of the rewards when each sample's picture shows its id."""
     pool = NumberPool() if groups.is_model_source else None
     collector = RewardCollector(cast("RewardPool | None", pool), groups)
@@ -197,7 +223,7 @@ def collected_rewards(samples: Samples, groups: ParallelGroups) -> dict[str, tor
     return {"rewards": scored.rewards, "valid": scored.valid, "local": scored.local, "groups": scored.groups}
 
 
-def reduced_gradients(engine: Engine) -> dict[str, torch.Tensor]:
+def reduced_gradients(engine: Engine) -> Tensors:
     """This rank's gradients; under the distributed optimizer each replica has reduced a part, so they are exchanged."""
     groups = engine.groups
     if engine.setup.parallel.use_distributed_optimizer:
@@ -250,11 +276,11 @@ def samples_of(plan: IterationPlan, segment: FlowSegment) -> Samples:
     )
 
 
-def named(kind: str, engine: Engine, local: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def named(kind: str, engine: Engine, local: Mapping[str, torch.Tensor]) -> Tensors:
     """A rank's tensors under `kind/dim by which they are sharded/Hugging Face name`."""
     out = {}
     for path, value in local.items():
-        entry = engine.family.mapping.entries[path]
+        entry = engine.policy.mapping.entries[path]
         for source, piece in zip(entry.sources, entry.split(value), strict=True):
             out[f"{kind}/{entry.shard_dim}/{source}"] = piece.float().clone()
     return out
