@@ -94,12 +94,16 @@ class ParallelSettings:
         help="Part of the weights that --optimizer-cpu-offload steps on the host.",
     )
     check_param_sync: bool = flag(
-        False,
+        True,
         help="After optimizer steps compare a checksum of every weight over the ranks that must hold it alike, and "
         "stop the run where they differ.",
     )
     check_param_sync_interval: int = flag(
-        1, unit="optimizer steps", at_least=1, help="Steps from one --check-param-sync to the next."
+        10,
+        unit="optimizer steps",
+        at_least=1,
+        help="Steps from one --check-param-sync to the next; the first step is checked always. 1: after every step, "
+        "which leaves --overlap-param-gather nothing to hide behind.",
     )
     transformer_impl: str = flag(
         "local",

@@ -310,23 +310,23 @@ def passes_of_branches(rollout: RolloutSettings, reference: bool) -> list[Passes
     return [with_gradient, detached if rollout.cfg_gradient == "conditional" else with_gradient]
 
 
-def forward_flops(spec: ModelSpec) -> int:
-    """FLOPs of one forward pass of one sample: two for each multiply-add."""
-    return 2 * spec.multiply_adds
+def forward_flops(parts: Iterable[BlockSpec]) -> int:
+    """FLOPs of one forward pass of one sample through these parts: two for each multiply-add."""
+    return 2 * sum(part.multiply_adds for part in parts)
 
 
-def training_flops(spec: ModelSpec) -> int:
+def training_flops(parts: Sequence[BlockSpec]) -> int:
     """FLOPs of a forward and backward pass of one sample, recomputation not counted.
 
     Forward once; backward once for the gradients of inputs and once for those of weights, which frozen weights do not
     have. Attention has two products forward and four backward, so it is three times as well.
     """
-    return 3 * forward_flops(spec) - 2 * spec.frozen_work
+    return 3 * forward_flops(parts) - 2 * sum(part.frozen_work for part in parts)
 
 
-def recomputed_flops(spec: ModelSpec, recompute: str) -> int:
+def recomputed_flops(parts: Iterable[BlockSpec], recompute: str) -> int:
     """What a backward pass runs again: the blocks under full recomputation. Element-wise work counts nothing."""
-    return 2 * sum(block.multiply_adds for block in spec.blocks) if recompute == "full" else 0
+    return forward_flops(part for part in parts if part.backward) if recompute == "full" else 0
 
 
 def branch_flops(spec: ModelSpec, passes: Passes) -> int:
@@ -335,4 +335,4 @@ def branch_flops(spec: ModelSpec, passes: Passes) -> int:
     Args:
         spec: for the branch's own text, without padding.
     """
-    return (passes.rollout + passes.alone) * forward_flops(spec) + passes.trained * training_flops(spec)
+    return (passes.rollout + passes.alone) * forward_flops(spec.parts) + passes.trained * training_flops(spec.parts)

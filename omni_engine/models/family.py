@@ -14,6 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from omni_engine.arguments import LoraSettings, ParallelSettings
 from omni_engine.flow import Schedule
+from omni_engine.models.communication import Network
 from omni_engine.models.mapping import ModelMapping
 from omni_engine.models.stages import ModelSpec
 from omni_engine.parallel import ParallelGroups, Segment
@@ -97,11 +98,16 @@ class Components(Protocol):
 
 
 class Family(Protocol):
-    """One family of generators, bound to a model folder."""
+    """One family of generators, bound to a model folder.
+
+    Attributes:
+        text_features: E of a text embedding.
+    """
 
     name: str
     modality: str
     mapping: ModelMapping
+    text_features: int
 
     def latent_shape(self, height: int, width: int) -> LatentShape: ...
 
@@ -120,6 +126,10 @@ class Family(Protocol):
             context_parallel: whether the tokens of a sample are divided over ranks.
             lora: adapters that are trained beside frozen weights, where it is enabled.
         """
+        ...
+
+    def network(self) -> Network:
+        """The layers as communication sees them."""
         ...
 
     def transformer_config(self, groups: ParallelGroups, parallel: ParallelSettings, bf16: bool) -> TransformerConfig:

@@ -12,15 +12,15 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from omni_engine.arguments import LoraSettings, ModelSettings, ParallelSettings
 from omni_engine.models.adapters import attach_adapters
+from omni_engine.models.costs import Layout, MemoryModel, Training
 from omni_engine.models.family import DenoiserInput, Family, Stage
 from omni_engine.models.mapping import ModelMapping, is_adapter
-from omni_engine.models.stages import cut_stages, stages_from_layout
 from omni_engine.parallel import ParallelGroups
 from omni_engine.platform import get_platform
 from omni_engine.platform.attention_kernels import MathKernel
 
-TYPICAL_TEXT_TOKENS = 128
-"""Text of a prompt, for the cut into stages, which must not depend on the batch."""
+TYPICAL_TEXT_TOKENS, TYPICAL_MICRO_BATCH_SIZE = 128, 4
+"""For the cut into stages, which must not depend on the batch."""
 
 LossOf = Callable[[int, torch.Tensor], tuple[torch.Tensor, dict[str, torch.Tensor]]]
 
@@ -56,7 +56,7 @@ class Policy:
         use_math = parallel.ring_attention_kernel == "math"
         kernel = MathKernel() if use_math else get_platform().attention_kernel()
         self.chunks: list[Stage] = []
-        for index, blocks in enumerate(self._own_blocks(parallel)):
+        for index, blocks in enumerate(self._own_blocks(model, parallel, lora)):
             chunk = family.build_stage(self.config, groups, blocks, kernel, model.recompute_granularity)
             chunk.vp_stage = index if groups.vpp_size > 1 else None
             self.chunks.append(chunk)
@@ -67,14 +67,17 @@ class Policy:
             self.mapping = attach_adapters(self.chunks, family.mapping, self.lora, self.config)
         self.version = 0
 
-    def _own_blocks(self, parallel: ParallelSettings) -> list[range]:
+    def _own_blocks(self, model: ModelSettings, parallel: ParallelSettings, lora: LoraSettings | None) -> list[range]:
         """Blocks of this rank's virtual stages: rank p of pp holds the stages p, p + pp, p + 2 pp, ..."""
-        spec = self.family.costs(self.shape.tokens, TYPICAL_TEXT_TOKENS)
-        count = self.groups.pp_size * self.groups.vpp_size
-        stages = stages_from_layout(parallel.pipeline_layout, len(spec.blocks), count) or cut_stages(
-            spec.blocks, count, first=spec.embedding, last=spec.head
+        layout = Layout(parallel, self.groups.dp_size)
+        spec = self.family.costs(self.shape.tokens, TYPICAL_TEXT_TOKENS, context_parallel=layout.cp > 1, lora=lora)
+        filled = Training(
+            bf16=model.bf16,
+            recompute=model.recompute_granularity,
+            passes=TYPICAL_MICRO_BATCH_SIZE,
+            micro_batches=2 * self.groups.pp_size,
         )
-        return stages[self.groups.pp_rank :: self.groups.pp_size]
+        return MemoryModel(spec, layout, filled).stages[self.groups.pp_rank :: self.groups.pp_size]
 
     @property
     def stage(self) -> Stage:

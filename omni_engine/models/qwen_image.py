@@ -19,6 +19,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from omni_engine.arguments import LoraSettings, ParallelSettings
 from omni_engine.flow import Schedule, SchedulerConfig, flow_match_schedule, true_cfg
+from omni_engine.models.communication import Network
 from omni_engine.models.family import DenoiserInput, LatentShape, Stage, register_family
 from omni_engine.models.layers.attention import QKNorm, joint_attention, normalize_heads
 from omni_engine.models.layers.embedding import sinusoidal_embedding
@@ -28,7 +29,7 @@ from omni_engine.models.layers.rotary import apply_rotary, qwen_image_frequencie
 from omni_engine.models.mapping import ModelMapping, ParameterMapping, column, replicated, row
 from omni_engine.models.qwen_image_components import QwenImageComponents
 from omni_engine.models.qwen_image_costs import qwen_image_spec
-from omni_engine.models.qwen_image_layers import TIME_CHANNELS
+from omni_engine.models.qwen_image_layers import TIME_CHANNELS, qwen_image_network
 from omni_engine.models.stages import ModelSpec
 from omni_engine.parallel import (
     ModulationLinear,
@@ -337,6 +338,7 @@ class QwenImage:
     def __init__(self, folder: Path):
         self.folder = folder
         self.config = QwenImageConfig.from_json(folder / "transformer" / "config.json")
+        self.text_features = self.config.joint_attention_dim
         self.scheduler = SchedulerConfig.from_json(folder / "scheduler" / "scheduler_config.json")
         vae = json.loads((folder / "vae" / "config.json").read_text(encoding="utf-8"))
         self.pixels_per_patch = PATCH * 2 ** len(vae["temperal_downsample"])
@@ -366,6 +368,10 @@ class QwenImage:
     ) -> ModelSpec:
         """Weights, work and kept activations of each part for samples of these lengths, padding included."""
         return qwen_image_spec(self.config, image_tokens, text_tokens, context_parallel=context_parallel, lora=lora)
+
+    def network(self) -> Network:
+        """The layers as communication sees them."""
+        return qwen_image_network(self.config)
 
     def transformer_config(self, groups: ParallelGroups, parallel: ParallelSettings, bf16: bool) -> TransformerConfig:
         """Megatron's view of the model."""

@@ -135,15 +135,6 @@ class ModelSpec:
     def trained_parameters(self) -> int:
         return sum(part.trained_weights.total for part in self.parts)
 
-    @property
-    def multiply_adds(self) -> int:
-        """Of one forward pass of one sample."""
-        return sum(part.multiply_adds for part in self.parts)
-
-    @property
-    def frozen_work(self) -> int:
-        return sum(part.frozen_work for part in self.parts)
-
     def stage(self, blocks: range) -> tuple[BlockSpec, ...]:
         """The parts of the stage that runs these blocks."""
         before = (self.embedding,) if blocks.start == 0 else ()

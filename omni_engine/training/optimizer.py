@@ -77,8 +77,7 @@ class PolicyOptimizer:
             wd_incr_style="constant",
         )
         policy.config.grad_scale_func = self.optimizer.scale_loss
-        self.check = ReplicaCheck(policy) if parallel.check_param_sync else None
-        self.check_interval = parallel.check_param_sync_interval
+        self.check = ReplicaCheck(policy, parallel.check_param_sync_interval) if parallel.check_param_sync else None
 
     def keep_average(self, decay: float, interval: int) -> None:
         """Begin a moving average with the weights as they are. See `WeightAverage`."""
@@ -117,13 +116,13 @@ class PolicyOptimizer:
         if not succeeded:
             raise TrainingError("Megatron's optimizer refused the step; the weights are unchanged")
         self.policy.version += 1
-        if self.check is not None and self.policy.version % self.check_interval == 0:
+        if self.check is not None and self.check.is_due(self.policy.version):
             self.finish_param_sync()
             difference = self.check.difference()
             if difference is not None:
                 raise TrainingError(
                     f"after optimizer step {self.policy.version} {difference}. Resume from an earlier checkpoint; if "
-                    "it comes back, look for a faulty device, or leave out the overlap options"
+                    "the same rank differs again, suspect its device"
                 )
         if self.average is not None and self.average.is_due(self.policy.version):
             self.finish_param_sync()

@@ -61,10 +61,11 @@ class Profiler:
         Raises:
             LoggingError: the trace cannot be written.
         """
-        if self.is_wanted and index == self.settings.profile_step_start:
+        end = self.settings.profile_step_end
+        if self.is_wanted and self._trace is None and self.settings.profile_step_start <= index < end:
             self._begin()
         yield
-        if index + 1 == self.settings.profile_step_end:
+        if index + 1 == end:
             self.close()
 
     def _begin(self) -> None:

@@ -49,10 +49,20 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class ReplicaCheck:
-    """Compares every weight over the data and context axes, and over the tensor axis where it is held whole."""
+    """Compares every weight over the data and context axes, and over the tensor axis where it is held whole.
 
-    def __init__(self, policy: Policy):
-        self.policy = policy
+    It is due after the first step of a run, where what was put together wrongly shows, and after every `interval`-th.
+    """
+
+    def __init__(self, policy: Policy, interval: int = 1):
+        self.policy, self.interval = policy, interval
+        self._is_first = True
+
+    def is_due(self, version: int) -> bool:
+        """Whether to compare now, after the step that made this version of the weights; to be asked once a step."""
+        due = self._is_first or version % self.interval == 0
+        self._is_first = False
+        return due
 
     def difference(self) -> str | None:
         """What differs, where and on which ranks, for people; None if all is alike. A collective of all ranks."""

@@ -38,7 +38,8 @@ class FlopsMeter:
             peak_tflops: of a device, in 1e12 FLOP/s; 0: as the platform knows or measures it.
         """
         self.policy, self.encoder, self.rollout = policy, encoder, rollout
-        self.needs_reference, self.peak_tflops = needs_reference, peak_tflops
+        self.needs_reference = needs_reference
+        self.peak = peak_tflops * 1e12 or get_platform().peak_flops(policy.config.params_dtype)
         self.flops = 0.0
         self._of_tokens = cache(self._spec)
 
@@ -53,8 +54,7 @@ class FlopsMeter:
         """Metrics of the counted iteration, which took `seconds`. Without a known peak there is no MFU."""
         rate = self.flops / seconds / self.policy.groups.world_size
         metrics = {"throughput/tflops_per_device": rate / 1e12}
-        peak = self.peak_tflops * 1e12 or get_platform().peak_flops(self.policy.config.params_dtype)
-        return metrics | {"throughput/mfu": rate / peak} if peak else metrics
+        return metrics | {"throughput/mfu": rate / self.peak} if self.peak else metrics
 
     def _sample(self, tokens: int) -> float:
         """FLOPs of one sample whose prompt has so many tokens, both branches of guidance included."""

@@ -41,6 +41,7 @@ SOUND = {
     "sde reaches the last step": ("--sde-window-range 8 10", 1),
     "cps before the last step": ("--sde-type cps --sde-window-range 7 9", 1),
     "no spread to divide by": ("--advantage-std none --advantage-epsilon 0", 1),
+    "adapters and their average": ("--lora-rank 4 --ema-decay 0.9 --eval-weights ema --export-weights ema", 1),
     "two scorers": ("--reward a b --reward-weights 1 0.5 --eval-reward c", 1),
 }
 
@@ -53,6 +54,10 @@ def test_sound_settings_pass(settings: Make, case: str) -> None:
 
 # case: (flags, processes, flags that the fault names first, what the remedy offers)
 REFUSED = {
+    "nothing to merge": ("--export-merged --export-hf out", 1, "--export-merged", "--lora-rank above 0"),
+    "merge without an export": ("--export-merged --lora-rank 4", 1, "--export-merged", "--export-hf"),
+    "no average to evaluate": ("--eval-weights ema", 1, "--eval-weights", "--ema-decay"),
+    "no average to export": ("--export-weights ema", 1, "--export-weights", "--export-weights policy"),
     "pixels": ("--height 20", 1, "--height", "16 or 24"),
     "processes": ("--tensor-model-parallel-size 2", 3, "--tensor-model-parallel-size", "2 or 4"),
     "heads": ("--tensor-model-parallel-size 5", 5, "--tensor-model-parallel-size", "1, 2, 3, 4, 6, 8, 12, 24"),

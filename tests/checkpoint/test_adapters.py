@@ -20,7 +20,6 @@ from omni_engine.checkpoint.storage import CheckedReader
 from omni_engine.parallel import ParallelGroups
 from tests.small_training import Trainee, build_trainee
 
-pytestmark = pytest.mark.fast
 LORA = LoraSettings(lora_rank=2, lora_alpha=6.0)
 KINDS: dict[str, dict[str, Any]] = {
     "adapters": {"lora": LORA},
@@ -44,7 +43,9 @@ def state(trainee: Trainee) -> dict[str, torch.Tensor]:
     return trainee.weights() | averages
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.fast) if "and" in kind else kind for kind in KINDS]
+)
 def test_two_steps_and_two_after_loading_are_four(
     kind: str, tmp_path: Path, small_folder: Path, single_process: ParallelGroups
 ) -> None:
@@ -62,6 +63,7 @@ def test_two_steps_and_two_after_loading_are_four(
     assert any(not torch.equal(value, half_way[name]) for name, value in expected.items())
 
 
+@pytest.mark.fast
 def test_a_checkpoint_of_adapters_holds_no_frozen_weight(
     tmp_path: Path, small_folder: Path, single_process: ParallelGroups
 ) -> None:
@@ -117,6 +119,7 @@ def test_an_average_begins_with_a_run_and_may_be_dropped(
     load_checkpoint(tmp_path / "with", plain.policy, plain.optimizer)
 
 
+@pytest.mark.fast
 def test_a_run_from_before_there_were_adapters_had_none() -> None:
     """Its saved identity does not tell of them."""
     check_same_run({"seed": 1}, {"seed": 1, "lora_rank": None})

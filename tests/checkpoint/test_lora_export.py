@@ -28,7 +28,6 @@ from omni_engine.parallel import ParallelGroups
 from tests.small_training import Trainee, build_trainee
 from tools.checkpoint.convert import main as convert
 
-pytestmark = pytest.mark.fast
 TOLERANCE = 1e-5
 LORA = LoraSettings(lora_rank=3, lora_alpha=4.5)
 FILE = "pytorch_lora_weights.safetensors"
@@ -78,6 +77,7 @@ def export(trainee: Trainee, source: Path, target: Path, merge: bool = False) ->
     return target
 
 
+@pytest.mark.fast
 def test_the_file_has_the_form_that_diffusers_writes(trainee: Trainee, small_folder: Path, tmp_path: Path) -> None:
     target = export(trainee, small_folder, tmp_path / "out")
     assert [path.name for path in target.iterdir()] == [FILE]
@@ -96,6 +96,7 @@ def test_the_file_has_the_form_that_diffusers_writes(trainee: Trainee, small_fol
         assert torch.equal(saved[f"transformer.transformer_blocks.0.attn.{name}.lora_B.weight"], piece)
 
 
+@pytest.mark.fast
 def test_diffusers_loads_the_adapters_and_is_the_policy(trainee: Trainee, small_folder: Path, tmp_path: Path) -> None:
     pytest.importorskip("peft")
     target, inputs = export(trainee, small_folder, tmp_path / "out"), inputs_of(trainee)
@@ -108,6 +109,7 @@ def test_diffusers_loads_the_adapters_and_is_the_policy(trainee: Trainee, small_
     assert distance(base, ours) > 0.05
 
 
+@pytest.mark.fast
 def test_the_merged_pipeline_is_the_policy(trainee: Trainee, small_folder: Path, tmp_path: Path) -> None:
     target, inputs = export(trainee, small_folder, tmp_path / "out", merge=True), inputs_of(trainee)
     model = QwenImageTransformer2DModel.from_pretrained(target / "transformer")
@@ -155,6 +157,7 @@ def test_adapters_are_not_merged_into_another_model(
     assert "were trained on another model" in capsys.readouterr().err
 
 
+@pytest.mark.fast
 def test_adapters_replace_their_like_and_nothing_else(trainee: Trainee, small_folder: Path, tmp_path: Path) -> None:
     for _ in range(2):
         export(trainee, small_folder, tmp_path / "out")

