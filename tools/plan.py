@@ -66,8 +66,8 @@ def plan(job: Job, machine: Machine, options: argparse.Namespace) -> list[Estima
         raise ValueError(
             f"no layout of {machine.devices} devices {f'with {asked} ' if asked else ''}takes this job: {job.prompts} "
             f"prompts must divide by {job.updates} updates x replicas, the samples of a replica's update by "
-            f"--micro-batch-size {job.micro_batch_size}, and {job.model.heads} heads by TP x Ulysses; change --samples, "
-            "--updates-per-rollout, --micro-batch-size or --devices"
+            f"--micro-batch-size {job.micro_batch_size}, and {job.model.heads} heads by TP x Ulysses; change "
+            "--samples, --updates-per-rollout, --micro-batch-size or --devices"
         )
     return sorted(found, key=lambda one: (not one.fits, one.seconds.total if one.fits else 0.0, one.memory.total))
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Invariant: a run that overlaps its communication is the run that does not: same metrics, same checkpoint, same export,
-bit for bit. Between a step and the next forward pass a rank holds old weights of the others, so whatever reads weights
-outside of a forward pass would show it: saving, exporting, the moving average.
+"""Invariant: a run that overlaps its communication is the run that does not: same metrics, same checkpoint, same
+export, bit for bit. Between a step and the next forward pass a rank holds old weights of the others, so whatever reads
+weights outside of a forward pass would show it: saving, exporting, the moving average.
 
 Two replicas, whose sums do not depend on their order. Not covered: three and more (test_layout_parity compares them to
 rounding), other devices.
