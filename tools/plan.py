@@ -276,8 +276,8 @@ def advice(machine: Machine, found: Sequence[Estimate]) -> Iterator[str]:
         return
     largest, size = max(parts(best.memory), key=lambda pair: pair[1])
     yield (
-        f"Nothing fits. The closest is {best.layout.describe()}, recompute {best.candidate.recompute}: it lacks "
-        f"{-free:.1f} GB on a rank, of which its {largest.replace('_', ' ')} take {size / GB:.1f} GB."
+        f"Nothing fits. The closest is {best.layout.describe()}, recompute {best.candidate.recompute}: its fullest "
+        f"rank lacks {-free:.1f} GB. The largest part of it: {largest.replace('_', ' ')}, {size / GB:.1f} GB."
     )
     yield f"  {REMEDIES[largest]}"
 

@@ -359,12 +359,12 @@ class Communication:
 
     def _kept(self, exchanges: Iterable[Exchange], times: int) -> list[Exchange]:
         """Those between several ranks, each `times` as often; equal ones are joined."""
-        found: dict[Exchange, int] = {}
+        found: dict[tuple[Axis, Kind, int, str], int] = {}
         for one in exchanges:
             if self.ranks(one.axis) > 1 and one.count:
-                key = replace(one, count=0)
+                key = (one.axis, one.kind, one.payload, one.reason)
                 found[key] = found.get(key, 0) + one.count * times
-        return [replace(one, count=count) for one, count in found.items()]
+        return [Exchange(axis, kind, size, count, reason) for (axis, kind, size, reason), count in found.items()]
 
 
 def _up(number: int, unit: int) -> int:

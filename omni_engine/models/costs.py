@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
-from functools import cached_property
+from functools import cache, cached_property
 
 from omni_engine.arguments import ParallelSettings, RolloutSettings
 from omni_engine.models.stages import (
@@ -118,6 +118,7 @@ class Training:
         adapters: LoRA: the reference is the frozen base.
         step: how Adam steps: `fused` in place; `each`: torch's loop over weights, which is what it does on
             a CPU; `all`: torch's foreach, with a copy of all weights it steps.
+        copied: the communication library scatters and gathers by way of a copy of the whole tensor, as gloo does.
     """
 
     bf16: bool
@@ -129,6 +130,7 @@ class Training:
     average: bool = False
     adapters: bool = False
     step: str = "fused"
+    copied: bool = False
 
     @property
     def weight_bytes(self) -> int:
@@ -177,6 +179,9 @@ class MemoryModel:
     def __init__(self, spec: ModelSpec, layout: Layout, training: Training):
         """`spec`: for samples with their padding (`Layout.padded`)."""
         self.spec, self.layout, self.training = spec, layout, training
+        # Most blocks are one object, so what costs time is done once for each.
+        self._kept_by_part: dict[int, float] = {}
+        self._in_flight = cache(self._counts)
 
     @cached_property
     def stages(self) -> list[range]:
@@ -216,6 +221,11 @@ class MemoryModel:
         return here * (2 * FLOAT + (FLOAT if self.training.bf16 else 0)) / self.layout.optimizer_parts
 
     def _step_bytes(self, parts: Sequence[BlockSpec], trained: float) -> float:
+        """The most that reducing gradients, stepping and gathering weights need, one after the other."""
+        shared = self.layout.optimizer_parts > 1
+        return max(self._adam_bytes(parts, trained), FLOAT * trained if self.training.copied and shared else 0.0)
+
+    def _adam_bytes(self, parts: Sequence[BlockSpec], trained: float) -> float:
         if self.training.step == "all":
             return FLOAT * trained / self.layout.optimizer_parts
         if self.training.step == "each":
@@ -228,11 +238,14 @@ class MemoryModel:
         tp, rank, chunk = self.layout.tp, stage % self.layout.pp, stage // self.layout.pp
         held = self.training.weight_bytes * sum(part.weights.on_rank(tp) for part in parts)
         trained = (FLOAT + self._state_bytes) * sum(part.trained_weights.on_rank(tp) for part in parts)
-        in_flight = max(counts[chunk] for counts in self._in_flight(rank))
-        return round(held + trained + in_flight * self._kept(parts))
+        most = max(counts[chunk] for counts in self._in_flight(rank))
+        return round(held + trained + most * self._kept(parts))
 
-    def _in_flight(self, rank: int) -> list[tuple[int, ...]]:
-        return list(in_flight(rank, self.layout.pp, self.layout.vpp, self.training.micro_batches))
+    def _counts(self, rank: int) -> set[tuple[int, ...]]:
+        """Micro-batches in flight of each chunk of a rank, at the moments of an update."""
+        # The schedule repeats itself after its first rounds.
+        enough = min(self.training.micro_batches, 4 * self.layout.pp)
+        return set(in_flight(rank, self.layout.pp, self.layout.vpp, enough))
 
     def _activations(self, chunks: Sequence[Sequence[BlockSpec]], rank: int) -> float:
         """The fullest moment of a step: forward passes done, the backward pass of the last of them begun."""
@@ -241,14 +254,20 @@ class MemoryModel:
         # The head's are free when the blocks' turn comes.
         head = self._kept([part for chunk in chunks for part in chunk if part is self.spec.head])
         blocks = [part for chunk in chunks for part in chunk if part.backward]
-        busiest = max(self._backward(block) for block in blocks)
-        alone = max(self._moment(moment) for block in blocks for moment in block.forward)
+        kinds = {id(block): block for block in blocks}.values()
+        busiest = max(self._backward(block) for block in kinds)
+        alone = max(self._moment(moment) for block in kinds for moment in block.forward)
         rollout = alone * self.training.rollout_passes / self.training.passes
         return max(most, most - head + busiest, rollout) + self._exchanged(blocks)
 
     def _kept(self, parts: Iterable[BlockSpec]) -> float:
-        recompute = self.training.recompute
-        return sum(self._bytes(one for one in part.kept if one.survives(recompute)) for part in parts)
+        known, recompute = self._kept_by_part, self.training.recompute
+        total = 0.0
+        for part in parts:
+            if id(part) not in known:
+                known[id(part)] = self._bytes(one for one in part.kept if one.survives(recompute))
+            total += known[id(part)]
+        return total
 
     def _backward(self, block: BlockSpec) -> float:
         """What the backward pass of a block holds besides what is kept."""
@@ -265,7 +284,8 @@ class MemoryModel:
         """Buffers of exchanges: what sequence parallelism gathers (a buffer that stays, and a gradient), what is sent
         to the next stage and the gradient that comes back."""
         scale = self.training.passes * self.training.weight_bytes
-        gathered = 2 * max(block.gathered for block in blocks) / self.layout.cp
+        copies = 3 if self.training.copied else 2
+        gathered = copies * max(block.gathered for block in blocks) / self.layout.cp
         total = gathered * scale if self.layout.parallel.sequence_parallel else 0.0
         if self.layout.pp > 1:
             between = [one for one in blocks[0].kept if one.survives("full")]

@@ -175,21 +175,23 @@ def cut_stages(
             f"--num-virtual-stages-per-pipeline-rank to at most {count}"
         )
 
-    @cache
     def parts(start: int, end: int) -> tuple[BlockSpec, ...]:
         before = (first,) if first is not None and start == 0 else ()
         after = (last,) if last is not None and end == count else ()
         return (*before, *blocks[start:end], *after)
 
-    @cache
-    def work(start: int, end: int) -> int:
-        return sum(part.multiply_adds for part in parts(start, end))
+    sums = [0, *accumulate(block.multiply_adds for block in blocks)]
+    before = first.multiply_adds if first is not None else 0
+    after = last.multiply_adds if last is not None else 0
 
-    most_work, _ = _best_cut(count, num_stages, lambda _, start, end: work(start, end), max)
+    def work(_: int, start: int, end: int) -> int:
+        return sums[end] - sums[start] + (before if start == 0 else 0) + (after if end == count else 0)
+
+    most_work, _ = _best_cut(count, num_stages, work, max)
 
     @cache
     def size(stage: int, start: int, end: int) -> int | None:
-        if work(start, end) > most_work:
+        if work(stage, start, end) > most_work:
             return None
         here = parts(start, end)
         return sum(part.parameters for part in here) if memory is None else memory(stage, here)
@@ -220,9 +222,10 @@ def _best_cut(
     tails: dict[int, tuple[int, tuple[int, ...]]] = {count: (0, ())}
     for stage in reversed(range(stages)):
         found: dict[int, tuple[int, tuple[int, ...]]] = {}
+        ends = sorted(tails, reverse=True)
         for start in range(stage, count) if stage else (0,):
-            for end in sorted((end for end in tails if end > start), reverse=True):
-                here = cost(stage, start, end)
+            for end in ends:
+                here = cost(stage, start, end) if end > start else None
                 if here is None:
                     continue
                 total = combine(here, tails[end][0])

@@ -63,7 +63,8 @@ def ascend_peak(name: str, dtype: torch.dtype) -> float | None:
 
 def measured_peak(dtype: torch.dtype, size: int = 512, seconds: float = 0.5) -> float:
     """FLOP/s of a square matrix product on the host with this process's threads: the best of as many as fit."""
-    a, b = torch.rand(2, size, size, dtype=dtype)
+    # Not random numbers: a draw would move the generator, and a resumed run would differ from the unbroken one.
+    a, b = torch.ones(2, size, size, dtype=dtype)
     torch.mm(a, b)  # the first call sets up threads and kernels
     best, end = float("inf"), time.perf_counter() + seconds
     while True:

@@ -19,12 +19,13 @@ from safetensors.torch import save_file
 
 from omni_engine.parallel import ParallelGroups, destroy, initialize
 from omni_engine.training.optimizer import StepResult
-from tools.bench.parity_worker import ALGORITHM, LAYOUTS, OPTIMIZER, Case, setup_of, stored_samples
+from tools.bench.parity_layouts import ALGORITHM, LAYOUTS, OPTIMIZER, ROLLOUT, Case
+from tools.bench.parity_worker import setup_of, stored_samples
 from tools.bench.tiny_engine import build_engine
 
 
 def main(folder: Path, sizes: list[int]) -> None:
-    groups = initialize(LAYOUTS["DP2"], seed=0)
+    groups = initialize(LAYOUTS["DP2"].parallel, seed=0)
     for size in sizes:
         gradients, metrics = update(folder, groups, size)
         file = folder / f"{groups.dp_size}-{size}.{groups.rank}.safetensors"
@@ -35,6 +36,7 @@ def update(folder: Path, groups: ParallelGroups, size: int) -> tuple[dict[str, t
     """The reduced gradients of one update and its metrics."""
     setup = replace(
         setup_of(LAYOUTS["DP2"], Case()),
+        rollout=replace(ROLLOUT, prompts_per_step=8),
         algorithm=replace(ALGORITHM, updates_per_rollout=1),
         optimizer=replace(OPTIMIZER, micro_batch_size=size),
     )

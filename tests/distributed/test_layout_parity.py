@@ -24,8 +24,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.helpers import run_torchrun
-from tools.bench.parity import WORKER, Rank, compare, errors, plan_arguments, read_ranks, whole, worst
+from tests.distributed.launches import Launches
+from tools.bench.parity import WORKER, Rank, compare, errors, plan_arguments, whole, worst
 from tools.bench.parity_layouts import BLOCKS, LAYOUTS, SAMPLING, TRAINING
 from tools.bench.tiny_engine import make_folder
 
@@ -77,39 +77,21 @@ DISPLACEMENT_TOLERANCE = 5e-4
 WITHOUT_GRADIENT = 3
 
 
-class Launches:
-    """Runs all layouts of as many processes in one launch, once, when the first of them is asked for."""
+class LayoutLaunches(Launches):
+    """One launch for each number of processes."""
 
     def __init__(self, folder: Path):
-        self.folder = folder
-        self.failures: dict[int, str] = {}
-        self.done: set[int] = set()
-
-    def ranks(self, layout: str, case: str) -> list[Rank]:
-        """What the ranks of a layout ended with."""
-        processes = LAYOUTS[layout].processes
-        if processes not in self.done:
-            self.done.add(processes)
-            plan = plan_arguments(PLANS[processes])
-            result = run_torchrun(
-                WORKER, processes, str(self.folder), *plan, env={"OMNI_PLATFORM": "cpu"}, timeout=1500
-            )
-            if result.returncode:
-                self.failures[processes] = result.stderr[-6000:]
-        assert processes not in self.failures, self.failures[processes]
-        ranks = read_ranks(self.folder, layout, case)
-        assert len(ranks) == processes
-        return ranks
+        arguments = {processes: plan_arguments(plan) for processes, plan in PLANS.items()}
+        super().__init__(WORKER, folder, arguments, timeout=1500)
 
     def both(self, layout: str, case: str) -> tuple[list[Rank], list[Rank]]:
         """The one process, which runs first, and the ranks of a layout."""
-        alone = self.ranks("ONE", case)
-        return alone, self.ranks(layout, case)
+        return self.ranks(1, "ONE", case), self.ranks(LAYOUTS[layout].processes, layout, case)
 
 
 @pytest.fixture(scope="module")
-def launches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launches]:
-    yield Launches(make_folder(tmp_path_factory.mktemp("layouts"), layers=BLOCKS))
+def launches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LayoutLaunches]:
+    yield LayoutLaunches(make_folder(tmp_path_factory.mktemp("layouts"), layers=BLOCKS))
 
 
 def check_metrics(ranks: list[Rank], alone: list[Rank], tolerance: float) -> None:
@@ -120,7 +102,7 @@ def check_metrics(ranks: list[Rank], alone: list[Rank], tolerance: float) -> Non
 
 
 @pytest.mark.parametrize(("layout", "case"), TRAINED)
-def test_a_layout_trains_as_one_process(layout: str, case: str, launches: Launches) -> None:
+def test_a_layout_trains_as_one_process(layout: str, case: str, launches: LayoutLaunches) -> None:
     alone, ranks = launches.both(layout, case)
     found = compare(ranks, alone)
     assert found.loss < MEAN_TOLERANCE and found.log_prob < MEAN_TOLERANCE, found
@@ -137,7 +119,7 @@ def test_a_layout_trains_as_one_process(layout: str, case: str, launches: Launch
 
 
 @pytest.mark.parametrize(("layout", "case"), LOW_PRECISION)
-def test_a_layout_trains_16_bit_weights_as_one_process(layout: str, case: str, launches: Launches) -> None:
+def test_a_layout_trains_16_bit_weights_as_one_process(layout: str, case: str, launches: LayoutLaunches) -> None:
     """A smoke test: bf16 keeps 8 bits, so a sum in another order moves a gradient by percents (2 % were measured) and
     a stored weight by one unit in the last place, 2^-8."""
     alone, ranks = launches.both(layout, case)
@@ -147,7 +129,7 @@ def test_a_layout_trains_16_bit_weights_as_one_process(layout: str, case: str, l
 
 
 @pytest.mark.parametrize(("layout", "case"), SAMPLED)
-def test_a_layout_samples_as_one_process_and_replays_exactly(layout: str, case: str, launches: Launches) -> None:
+def test_a_layout_samples_as_one_process_and_replays_exactly(layout: str, case: str, launches: LayoutLaunches) -> None:
     alone, ranks = launches.both(layout, case)
     assert {rank.figures["parity/log_prob_gap_max"] for rank in [*alone, *ranks]} == {0.0}
     for rank in ranks:
@@ -183,7 +165,9 @@ def drawn(rank: Rank) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(("layout", "case"), SAMPLED)
-def test_noise_of_a_sample_is_the_same_bits_under_every_layout(layout: str, case: str, launches: Launches) -> None:
+def test_noise_of_a_sample_is_the_same_bits_under_every_layout(
+    layout: str, case: str, launches: LayoutLaunches
+) -> None:
     """Every rank draws the initial latents of its replica, the last stages also the noise of its steps."""
     alone, ranks = launches.both(layout, case)
     expected = drawn(alone[0])
@@ -200,10 +184,10 @@ def test_noise_of_a_sample_is_the_same_bits_under_every_layout(layout: str, case
             assert torch.equal(latent.flatten(), rank.tensors[f"noise/0/0/{sample}"])
 
 
-def test_no_two_draws_of_noise_are_alike(launches: Launches) -> None:
+def test_no_two_draws_of_noise_are_alike(launches: LayoutLaunches) -> None:
     """Siblings, prompts, steps, initial latents and iterations: eight samples, two iterations, three draws each.
     Ranks follow, since what they draw is the same by sample."""
-    noise = drawn(launches.ranks("ONE", SAMPLE[0])[0])
+    noise = drawn(launches.ranks(1, "ONE", SAMPLE[0])[0])
     assert set(noise) == {
         f"noise/{stream}/{step}/{sample}" for stream, step in ((0, 0), (1, 0), (1, 1)) for sample in range(16)
     }

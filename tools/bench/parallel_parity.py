@@ -82,7 +82,7 @@ def rows_of(folder: Path, plan: Mapping[str, Sequence[str]]) -> Iterator[dict[st
             row: dict[str, Any] = {"layout": layout, "case": case}
             row |= {"guidance": TRAINING[case].guidance, "recompute": TRAINING[case].recompute}
             try:
-                found = compare(read_ranks(folder, layout, case), read_ranks(folder, "ONE", case))
+                found = compare(read_ranks(folder / layout, case), read_ranks(folder / "ONE", case))
             except ValueError as fault:
                 yield row | {"fault": str(fault), "passed": False}
                 continue

@@ -28,10 +28,10 @@ def plan_arguments(plan: Mapping[str, Sequence[str]]) -> list[str]:
     return [f"{layout}={','.join(cases)}" for layout, cases in plan.items()]
 
 
-def read_ranks(folder: Path, layout: str, case: str) -> list[Rank]:
-    """What the worker has written."""
+def read_ranks(folder: Path, case: str) -> list[Rank]:
+    """What the ranks have left in FOLDER/CASE.RANK.safetensors."""
     ranks = []
-    for file in sorted((folder / layout).glob(f"{case}.?.safetensors")):
+    for file in sorted(folder.glob(f"{case}.?.safetensors")):
         with safe_open(file, "pt") as handle:
             tensors = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118 - not a dict
             about = {name: json.loads(text) for name, text in handle.metadata().items()}

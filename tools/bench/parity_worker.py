@@ -75,11 +75,11 @@ def main(folder: Path, wanted: Mapping[str, list[str]]) -> None:
         leave_layout()
 
 
-def setup_of(layout: Layout, case: Case, sampling: Sampling) -> Setup:
+def setup_of(layout: Layout, case: Case, sampling: Sampling | None = None) -> Setup:
     """The engine of a case; samples that are trained on have a log-prob gap, by design."""
     return Setup(
         guidance=GUIDANCES[case.guidance],
-        rollout=rollout_settings(sampling),
+        rollout=rollout_settings(sampling or Sampling()),
         algorithm=replace(ALGORITHM, kl_coef=case.kl_coef),
         optimizer=OPTIMIZER,
         parallel=layout.parallel,
@@ -93,7 +93,7 @@ def setup_of(layout: Layout, case: Case, sampling: Sampling) -> Setup:
 def run_training(folder: Path, groups: ParallelGroups, layout: Layout, case: Case) -> tuple[Tensors, dict[str, float]]:
     """Iterations on the stored samples: metrics of each, every decision, the first gradient, the weights before and
     after."""
-    engine = build_engine(folder, groups, setup_of(layout, case, Sampling(case.guidance)))
+    engine = build_engine(folder, groups, setup_of(layout, case))
     fill_adapters(engine)
     recorder = DecisionRecorder(engine)
     tensors = named("before", engine, engine.weights())

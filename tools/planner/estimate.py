@@ -169,8 +169,12 @@ class Estimate:
 
     @cached_property
     def _communication(self) -> list[Communication]:
+        """Of the ranks that may send most: the first, the last, and the one between with the most blocks."""
         network, element = self.job.family.network(), 2 if self.job.bf16 else FLOAT
-        return [Communication(network, self.layout, self.model.stages, rank, element) for rank in range(self.layout.pp)]
+        pp, stages = self.layout.pp, self.model.stages
+        between = range(1, pp - 1)
+        busiest = [max(between, key=lambda rank: sum(map(len, stages[rank::pp])))] if between else []
+        return [Communication(network, self.layout, stages, rank, element) for rank in sorted({0, *busiest, pp - 1})]
 
     def _broadcasts(self, rank: Communication, work: Work) -> list[Exchange]:
         channels = self.job.family.latent_shape(self.job.height, self.job.width).channels
