@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Invariant: a run that overlaps its communication is the run that does not: same metrics, same checkpoint, same
-export, bit for bit. Between a step and the next forward pass a rank holds old weights of the others, so whatever reads
-weights outside of a forward pass would show it: saving, exporting, the moving average.
+"""Invariant: a run that overlaps its communication is the run that does not: same checkpoint, same export and, but for
+the last digits of a norm, same metrics, bit for bit. Between a step and the next forward pass a rank holds old weights
+of the others, so whatever reads weights outside of a forward pass would show it: saving, exporting, the moving average.
 
 Two replicas, whose sums do not depend on their order. Not covered: three and more (test_layout_parity compares them to
 rounding), other devices.
@@ -51,7 +51,11 @@ def test_the_numbers_are_the_same(runs: list[Path]) -> None:
         return {key: value for key, value in record.items() if not key.startswith(MEASURED)}
 
     waiting, overlapping = ([numbers(record) for record in metrics(folder / "run")] for folder in runs)
-    assert len(waiting) == 2 and waiting == overlapping
+    assert len(waiting) == 2
+    for one, other in zip(waiting, overlapping, strict=True):
+        # The squares are added up bucket by bucket.
+        assert one.pop("optimizer/grad_norm") == pytest.approx(other.pop("optimizer/grad_norm"), rel=1e-6)
+        assert one == other
 
 
 def test_the_checkpoints_are_the_same(runs: list[Path]) -> None:
