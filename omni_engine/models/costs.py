@@ -239,7 +239,7 @@ class MemoryModel:
         held = self.training.weight_bytes * sum(part.weights.on_rank(tp) for part in parts)
         trained = (FLOAT + self._state_bytes) * sum(part.trained_weights.on_rank(tp) for part in parts)
         most = max(counts[chunk] for counts in self._in_flight(rank))
-        return round(held + trained + most * self._kept(parts))
+        return round(held + trained + most * self.kept(parts))
 
     def _counts(self, rank: int) -> set[tuple[int, ...]]:
         """Micro-batches in flight of each chunk of a rank, at the moments of an update."""
@@ -249,10 +249,10 @@ class MemoryModel:
 
     def _activations(self, chunks: Sequence[Sequence[BlockSpec]], rank: int) -> float:
         """The fullest moment of a step: forward passes done, the backward pass of the last of them begun."""
-        kept = [self._kept(chunk) for chunk in chunks]
+        kept = [self.kept(chunk) for chunk in chunks]
         most = max(sum(n * one for n, one in zip(counts, kept, strict=True)) for counts in self._in_flight(rank))
         # The head's are free when the blocks' turn comes.
-        head = self._kept([part for chunk in chunks for part in chunk if part is self.spec.head])
+        head = self.kept([part for chunk in chunks for part in chunk if part is self.spec.head])
         blocks = [part for chunk in chunks for part in chunk if part.backward]
         kinds = {id(block): block for block in blocks}.values()
         busiest = max(self._backward(block) for block in kinds)
@@ -260,7 +260,7 @@ class MemoryModel:
         rollout = alone * self.training.rollout_passes / self.training.passes
         return max(most, most - head + busiest, rollout) + self._exchanged(blocks)
 
-    def _kept(self, parts: Iterable[BlockSpec]) -> float:
+    def kept(self, parts: Iterable[BlockSpec]) -> float:
         known, recompute = self._kept_by_part, self.training.recompute
         total = 0.0
         for part in parts:

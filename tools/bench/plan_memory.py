@@ -4,10 +4,12 @@
     python -m tools.bench.plan_memory [--json] [--layout one TP2 PP2 DP2 ...]
 
 A rank builds the policy, steps the optimizer once so that its state exists, and then runs an iteration: rollout and
-update. Its resident memory at the peak of that iteration, less what it was before the policy was built, is compared with
-the plan. Weights are float32, 24 heads of 128, one block (two for PP2): 5.4 GB a block with Adam. At most 11 GB are used
-at a time; an iteration takes a minute or two on two free cores. The ranks are told to hand every block of a megabyte or more back
-to the system when it is freed (MALLOC_MMAP_THRESHOLD_), since glibc would otherwise keep freed blocks of up to 32 MB.
+update. Its resident memory at the peak of that iteration, less what it was before the policy was built, is compared
+with the plan. Weights are float32, 24 heads of 128, one block (two for PP2): 5.4 GB a block with Adam. At most 13 GB
+are used at a time; a layout takes some minutes on two free cores.
+
+The ranks are told to hand every block of a megabyte or more back to the system when it is freed
+(MALLOC_MMAP_THRESHOLD_): glibc would otherwise keep freed blocks of up to 32 MB, which are no need of the training's.
 """
 
 from __future__ import annotations
@@ -45,7 +47,12 @@ def measure(layout: str, recompute: str) -> list[dict[str, Any]]:
         result = subprocess.run(
             [*command, str(model), layout, recompute, folder],
             cwd=ROOT,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": str(2**20), "OMNI_PLATFORM": "cpu"},
+            env=os.environ
+            | {
+                "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // processes)),
+                "MALLOC_MMAP_THRESHOLD_": str(2**20),
+                "OMNI_PLATFORM": "cpu",
+            },
             capture_output=True,
             text=True,
         )

@@ -45,7 +45,7 @@ LAYOUTS = {
     "PP2": ParallelSettings(pipeline_model_parallel_size=2),
     "DP2": ParallelSettings(use_distributed_optimizer=True),
 }
-PIXELS = (256, 512)
+PIXELS = (256, 256)
 TEXT_TOKENS = 64
 MICRO_BATCH = 4
 ROLLOUT = RolloutSettings(
