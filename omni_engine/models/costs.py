@@ -251,14 +251,23 @@ class MemoryModel:
         """The fullest moment of a step: forward passes done, the backward pass of the last of them begun."""
         kept = [self.kept(chunk) for chunk in chunks]
         most = max(sum(n * one for n, one in zip(counts, kept, strict=True)) for counts in self._in_flight(rank))
-        # The head's are free when the blocks' turn comes.
-        head = self.kept([part for chunk in chunks for part in chunk if part is self.spec.head])
         blocks = [part for chunk in chunks for part in chunk if part.backward]
         kinds = {id(block): block for block in blocks}.values()
-        busiest = max(self._backward(block) for block in kinds)
+        busiest = max(self._busiest(chunk) for chunk in chunks)
         alone = max(self._moment(moment) for block in kinds for moment in block.forward)
         rollout = alone * self.training.rollout_passes / self.training.passes
-        return max(most, most - head + busiest, rollout) + self._exchanged(blocks)
+        return max(most, most + busiest, rollout) + self._exchanged(blocks)
+
+    def _busiest(self, chunk: Sequence[BlockSpec]) -> float:
+        """What the busiest moment of a chunk's backward pass holds, less what later parts have kept, which is free."""
+        found, freed, known = [0.0], 0.0, dict[int, float]()
+        for part in reversed(chunk):
+            if part.backward:
+                if id(part) not in known:
+                    known[id(part)] = self._backward(part)
+                found.append(known[id(part)] - freed)
+            freed += self.kept([part])
+        return max(found)
 
     def kept(self, parts: Iterable[BlockSpec]) -> float:
         known, recompute = self._kept_by_part, self.training.recompute
